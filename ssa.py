@@ -166,7 +166,7 @@ class Temperature(Scorer):
     def forward(self, scores, mask=None):
         z = _at_least_float32(scores)
         # Softmax ignores a shift, so the row's maximum is taken off before the division, which then cannot overflow.
-        return masked_softmax(_below_max(z, mask, floor=-FAR) / _per_head(self.tau, z), mask)
+        return masked_softmax(_below_max(z, mask, floor=-1e20) / _per_head(self.tau, z), mask)
 
 
 class Sparsemax(Scorer):
@@ -354,7 +354,7 @@ def attention(q, k, v, scorer, *, causal=False, mask=None, scale=None, dropout_p
     dropping a weight; the caller passes 0 when it evaluates. return_weights: also the weights (B, H, Q, K) before dropout.
     Raises ValueError for shapes that do not fit, TypeError for a mask that is not boolean.
     """
-    check_shapes(q, k, v, mask)
+    check_shapes(q, k, v, scorer, mask)
     groups = q.size(1) // k.size(1)
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)  # (B, Hkv, K, D) -> (B, H, K, D)
     allowed = end_aligned(q.size(2), k.size(2), mask, q.device) if causal else mask
@@ -374,7 +374,7 @@ def end_aligned(Q, K, mask, device):
     return causal if mask is None else causal & mask
 
 
-def check_shapes(q, k, v, mask):
+def check_shapes(q, k, v, scorer, mask):
     """Raise ValueError or TypeError unless the operands fit together as `attention` says."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
@@ -383,6 +383,8 @@ def check_shapes(q, k, v, mask):
         raise ValueError(f"{shapes}: batch, key length or width do not fit together")
     if q.size(1) % k.size(1):
         raise ValueError(f"{shapes}: the {q.size(1)} query heads are not a multiple of the {k.size(1)} key/value heads")
+    if scorer.n_head != q.size(1):
+        raise ValueError(f"{shapes}: q has {q.size(1)} heads, the scorer {scorer.n_head}")
     if mask is not None and mask.dtype != torch.bool:
         raise TypeError(f"the mask has dtype {mask.dtype}; it must be boolean, True where a query may attend")
     if mask is not None:

@@ -14,20 +14,21 @@ import torch.nn.functional as F
 from ssa import Softmax, Temperature, attention, check_shapes, end_aligned
 
 PATHS = ("plain", "sdpa")
+FUSED = (Softmax, Temperature)  # exactly these, no subclass that may compute something else
 
 
 def why_not(path, scorer):
     """None if `path` can run `scorer`, else the reason, in a few words."""
     if path not in PATHS:
         return f"there is no path {path!r}; choose auto or one of {', '.join(PATHS)}"
-    if path == "sdpa" and not isinstance(scorer, (Softmax, Temperature)):
+    if path == "sdpa" and type(scorer) not in FUSED:
         return f"the fused kernel of PyTorch computes softmax, not {type(scorer).__name__}"
     return None
 
 
 def pick_path(device, dtype, scorer, shape, dropout_p=0.0):
     """(path, reason): the fastest path for this scorer, on this device and dtype, at this shape (B, H, T, D)."""
-    if isinstance(scorer, (Softmax, Temperature)):
+    if type(scorer) in FUSED:
         return "sdpa", f"{type(scorer).__name__} is what PyTorch's fused kernel computes"
     if dropout_p > 0:
         return "plain", f"attention dropout of {dropout_p} falls on the weights, which only this path keeps"
@@ -51,7 +52,7 @@ def attend(q, k, v, scorer, *, causal=False, mask=None, scale=None, dropout_p=0.
 
 def _sdpa(q, k, v, scorer, causal, mask, scale, dropout_p):
     """Softmax through PyTorch's fused kernel; a temperature is folded into q."""
-    check_shapes(q, k, v, mask)
+    check_shapes(q, k, v, scorer, mask)
     if isinstance(scorer, Temperature):
         q = (q / scorer.tau.view(-1, 1, 1)).to(q.dtype)  # (B, H, Q, D) / (H, 1, 1)
     Q, K = q.size(2), k.size(2)

@@ -95,6 +95,7 @@ from model import Transformer
 
 
 def main(flags, saved):
+    sys.stdout.reconfigure(line_buffering=True)  # a log file shows each line when it is printed
     print(first_line(flags, saved))
 
     # Text, and the last checkpoint if this run had one.

@@ -2,12 +2,17 @@
 
 import os
 import random
+import runpy
 import subprocess
 import sys
+import tempfile
+import traceback
 from pathlib import Path
 
+import matplotlib.pyplot  # noqa: F401  (imported here for the forks of this process, see `command`)
 import pytest
 import torch
+import torch._dynamo  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -19,13 +24,51 @@ TINY = ["--n-layer=2", "--n-head=2", "--n-kv-head=1", "--n-embd=16", "--context=
         "--dtype=float32", "--threads=1", "--ood=none", "--data=text.txt"]
 
 
-def command(script, *flags, cwd, check=True, **env):
-    """Run `python <script> <flags>` in a folder; -> the finished process, its output as text."""
-    done = subprocess.run([sys.executable, str(ROOT / script), *map(str, flags)], cwd=cwd, text=True, encoding="utf-8",
-                          capture_output=True, timeout=300, env={**os.environ, "PYTHONUTF8": "1", **env})
+def command(script, *flags, cwd, check=True, fresh=False, **env):
+    """Run `python <script> <flags>` in a folder; -> the finished process, its output as text.
+
+    Importing torch takes seconds. So the script runs in a fork of this process, which has imported it, with everything else
+    as on the command line; `fresh`, or an operating system without fork, starts a new interpreter.
+    """
+    argv, env = [str(ROOT / script), *map(str, flags)], {**os.environ, "PYTHONUTF8": "1", **env}
+    if fresh or not hasattr(os, "fork"):
+        done = subprocess.run([sys.executable, *argv], cwd=cwd, text=True, encoding="utf-8", capture_output=True,
+                              timeout=300, env=env)
+    else:
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            child = os.fork()
+            if child == 0:
+                _run_script(argv, cwd, env, out, err)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            texts = [(file.seek(0), file.read().decode("utf-8"))[1] for file in (out, err)]
+        done = subprocess.CompletedProcess(argv, code, *texts)
     if check:
         assert done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def _run_script(argv, cwd, env, out, err):
+    """In the child: become `python <argv>`, and never return."""
+    code = 1
+    try:
+        os.chdir(cwd)
+        os.environ.update(env)
+        os.dup2(out.fileno(), 1)
+        os.dup2(err.fileno(), 2)
+        sys.stdout, sys.stderr = open(1, "w", encoding="utf-8"), open(2, "w", encoding="utf-8")
+        sys.argv = argv
+        runpy.run_path(argv[0], run_name="__main__")
+        code = 0
+    except SystemExit as stop:
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+        else:
+            code = stop.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
 
 
 def start(script, *flags, cwd):

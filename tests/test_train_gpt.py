@@ -1,0 +1,385 @@
+"""train_gpt.py through its real command: the main job small, the scorer in effect, faults, and wrong input."""
+
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import time
+
+import pytest
+import torch
+
+import run
+from checkpoint import load_run
+from conftest import ROOT, TINY, command, start
+from flags import SharedFlags
+from run import read_metrics
+
+SCRIPT = "train_gpt.py"
+# Long enough to be killed in the middle, with dropout so that the random state matters.
+LONG = [*TINY, "--steps=400", "--save-every=20", "--eval-every=50", "--dropout=0.1", "--out=r"]
+
+
+def train(folder, *flags, **more):
+    return command(SCRIPT, *TINY, *flags, cwd=folder, **more)
+
+
+def without_timing(path):
+    return [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in read_metrics(path / "metrics.jsonl")]
+
+
+def snapshot(folder):
+    """Every file below a folder with its bytes."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+# ---------------------------------------------------------------------------------------------------------------- the job
+
+def test_a_run_leaves_what_the_readme_promises(folder):
+    done = train(folder, fresh=True)
+    out = folder / "runs" / "train_gpt-laptop-ssa-s0"
+    assert "preset laptop on text.txt with scorer ssa" in done.stdout.splitlines()[0]
+    for decision in ("device", "threads", "micro_batch", "dtype", "path", "compile"):
+        assert len(re.findall(rf"^{decision}: .+ \(.+\)$", done.stdout, re.M)) == 1, decision
+    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    assert config["decisions"]["path"] == "plain" and config["model"]["scorer"] == "ssa"
+    lines = read_metrics(out / "metrics.jsonl")
+    steps, evaluations = [m for m in lines if "loss" in m], [m for m in lines if "val_loss" in m]
+    assert [m["step"] for m in steps] == [1, 2, 3, 4, 5, 6] and [m["step"] for m in evaluations] == [3, 6]
+    assert all({"lr", "grad_norm", "tokens_per_s"} <= set(m) for m in steps)
+    assert all(len(m["b"]) == len(m["n"]) == 2 and len(m["b"][0]) == 2 for m in evaluations)
+    summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+    assert summary["val_bpb"] == pytest.approx(summary["val_loss"] / math.log(2))  # a byte a token
+    assert {"scorer", "path", "steps", "unigram_bpb", "ood_bpb", "tokens_per_s", "parameters", "seconds"} <= set(summary)
+    assert summary["max_change_b"] > 0 and summary["max_change_n"] > 0
+    assert (out / "loss.png").stat().st_size > 5000 and (out / "sample.txt").exists()
+    assert len(list(out.glob("resume-*.pt"))) == 2 and not list(out.glob("*.tmp"))
+    model, _ = load_run(out)
+    assert model.n_parameters() == summary["parameters"]
+
+
+def test_training_learns(folder):
+    train(folder, "--steps=300", "--lr=0.01", "--batch-size=16", "--eval-every=150", "--save-every=150", "--out=r")
+    summary = json.loads((folder / "r" / "summary.json").read_text(encoding="utf-8"))
+    assert summary["val_bpb"] < 0.75 * summary["unigram_bpb"]
+
+
+def test_out_of_distribution_text_is_evaluated_beside(folder):
+    (folder / "other.txt").write_text("0123456789 " * 100, encoding="utf-8")
+    train(folder, "--ood=other.txt", "--out=r")
+    summary = json.loads((folder / "r" / "summary.json").read_text(encoding="utf-8"))
+    assert summary["ood_bpb"] > summary["val_bpb"] > 0
+
+
+def test_micro_batches_change_memory_and_nothing_else(folder):
+    for size in (1, 2, 4):
+        train(folder, f"--micro-batch={size}", f"--out={size}")
+    losses = [[m["loss"] for m in read_metrics(folder / str(size) / "metrics.jsonl") if "loss" in m] for size in (1, 2, 4)]
+    assert losses[0] == pytest.approx(losses[2], abs=1e-5) and losses[1] == pytest.approx(losses[2], abs=1e-5)
+
+
+def test_gpt2_tokens_give_bits_per_byte_of_text(folder):
+    cache = os.environ.get("SSA_DATA_DIR")
+    if not cache:
+        pytest.skip("SSA_DATA_DIR is not set: no tokenizer files without a network")
+    train(folder, "--tokenizer=gpt2", "--steps=2", "--out=r", TIKTOKEN_CACHE_DIR=os.path.join(cache, "tiktoken_cache"))
+    summary = json.loads((folder / "r" / "summary.json").read_text(encoding="utf-8"))
+    # Near uniform over 50,304 tokens, and words here take a token each, of about five bytes.
+    assert summary["val_loss"] == pytest.approx(math.log(50304), abs=0.5)
+    assert 2 < summary["val_loss"] / math.log(2) / summary["val_bpb"] < 7
+
+
+# --------------------------------------------------------------------------------------------------- the scorer in effect
+
+@pytest.mark.parametrize("scorer", ["ssa", "temperature"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_trained_scalars_move_through_the_real_command(folder, scorer, dtype):
+    train(folder, f"--scorer={scorer}", f"--dtype={dtype}", "--out=r")
+    changes = {k: v for k, v in json.loads((folder / "r" / "summary.json").read_text(encoding="utf-8")).items()
+               if k.startswith("max_change")}
+    assert set(changes) == ({"max_change_b", "max_change_n"} if scorer == "ssa" else {"max_change_tau"})
+    assert all(value > 1e-5 for value in changes.values())
+
+
+def test_a_frozen_run_beside_a_free_one(folder):
+    for freeze in ("none", "b", "n", "both"):
+        train(folder, f"--ssa-freeze={freeze}", "--lr=0.1", "--warmup=0", f"--out={freeze}")
+    moved = {}
+    for freeze in ("none", "b", "n", "both"):
+        summary = json.loads((folder / freeze / "summary.json").read_text(encoding="utf-8"))
+        moved[freeze] = summary["max_change_b"] > 0, summary["max_change_n"] > 0
+    assert moved == {"none": (True, True), "b": (False, True), "n": (True, False), "both": (False, False)}
+    first_losses = {f: read_metrics(folder / f / "metrics.jsonl")[0]["loss"] for f in moved}
+    last_losses = {f: read_metrics(folder / f / "metrics.jsonl")[-2]["loss"] for f in moved}
+    assert len(set(first_losses.values())) == 1 and len(set(last_losses.values())) == 4
+
+
+def test_all_scorers_train_and_no_two_alike(folder):
+    scorers = SharedFlags.__annotations__["scorer"].__args__
+    losses = {}
+    for scorer in scorers:
+        more = ["--tau=2"] if scorer == "temperature" else []
+        train(folder, f"--scorer={scorer}", *more, "--steps=2", "--lr=0.1", "--warmup=0", f"--out={scorer}")
+        losses[scorer] = [m["loss"] for m in read_metrics(folder / scorer / "metrics.jsonl") if "loss" in m][-1]
+    assert len(set(losses.values())) == len(scorers), losses
+
+
+def test_a_scorer_without_gradient_stops_the_run():
+    class Model:
+        def scorers(self):
+            from ssa import SSA
+            return [SSA(2)]
+    with pytest.raises(SystemExit, match="not in effect"):
+        run.require_scorer_in_effect(Model())
+
+
+# ----------------------------------------------------------------------------------------------------- faults and resuming
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """A LONG run that nothing disturbed; tests copy the folder."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    rng = random.Random(1)
+    (folder / "text.txt").write_text("".join(rng.choice("abcdefgh \n") for _ in range(6000)), encoding="utf-8")
+    command(SCRIPT, *LONG, cwd=folder)
+    return folder
+
+
+def same_end(folder, undisturbed):
+    assert (folder / "r" / "model.safetensors").read_bytes() == (undisturbed / "r" / "model.safetensors").read_bytes()
+    assert without_timing(folder / "r") == without_timing(undisturbed / "r")
+
+
+def wait_for_lines(process, path, count):
+    while process.poll() is None and (not path.exists() or path.read_bytes().count(b"\n") < count):
+        time.sleep(0.002)
+
+
+def test_killed_anywhere_and_resumed_ends_byte_for_byte_the_same(folder, undisturbed):
+    shutil.copy(undisturbed / "text.txt", folder / "text.txt")
+    for lines in (7, 83, 230, 391):
+        process = start(SCRIPT, *LONG, "--resume", cwd=folder)  # --resume starts the run where there is none
+        wait_for_lines(process, folder / "r" / "metrics.jsonl", lines)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL, process.stderr.read()
+        process.communicate()
+    done = command(SCRIPT, "--out=r", "--resume", cwd=folder)
+    assert re.search(r"^resumed after step 3[68]0$", done.stdout, re.M), done.stdout
+    same_end(folder, undisturbed)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_prints_the_command_that_resumes(folder, undisturbed, number):
+    shutil.copy(undisturbed / "text.txt", folder / "text.txt")
+    process = start(SCRIPT, *LONG, cwd=folder)
+    wait_for_lines(process, folder / "r" / "metrics.jsonl", 33)
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    script, *flags = output.splitlines()[-1].split()[1:]
+    assert number.name in output and "Traceback" not in errors
+    command(script, *flags, cwd=folder)
+    same_end(folder, undisturbed)
+
+
+def damage(path, how):
+    content = bytearray(path.read_bytes())
+    if how == "a flipped bit":
+        content[len(content) // 2] ^= 1
+    elif how == "cut short":
+        del content[len(content) // 2:]
+    else:
+        content[100:1100] = bytes(1000)
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["a flipped bit", "cut short", "zeros"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(folder, undisturbed, how):
+    shutil.copytree(undisturbed, folder, dirs_exist_ok=True)
+    damage(folder / "r" / "resume-00000400.pt", how)
+    done = command(SCRIPT, "--out=r", "--resume", cwd=folder)
+    assert "resume-00000400.pt: its checksum does not fit" in done.stderr and "resumed after step 380" in done.stdout
+    same_end(folder, undisturbed)
+
+
+def test_when_every_checkpoint_is_damaged_nothing_is_lost_and_the_user_decides(folder, undisturbed):
+    shutil.copytree(undisturbed, folder, dirs_exist_ok=True)
+    for path in (folder / "r").glob("resume-*.pt"):
+        damage(path, "a flipped bit")
+    before = snapshot(folder)
+    refused(command(SCRIPT, "--out=r", "--resume", cwd=folder, check=False), "no whole checkpoint is left")
+    assert snapshot(folder) == before
+
+
+@pytest.mark.parametrize("file", ["r/config.json", "r/model.safetensors", "data"])
+def test_damage_to_any_file_that_is_read_is_named(folder, undisturbed, file):
+    shutil.copytree(undisturbed, folder, dirs_exist_ok=True)
+    path = next((folder / "data").rglob("*train*")) if file == "data" else folder / file
+    damage(path, "a flipped bit")
+    flags = [*TINY, "--init-from=r"] if "model" in file else ["--out=r", "--resume"]
+    refused(command(SCRIPT, *flags, cwd=folder, check=False), path.name)
+
+
+def test_a_pickle_in_place_of_a_checkpoint_is_not_executed(folder, undisturbed):
+    import hashlib
+    import pickle
+    shutil.copytree(undisturbed, folder, dirs_exist_ok=True)
+
+    class Bomb:
+        def __reduce__(self):
+            return (open, (str(folder / "exploded"), "w"))
+    for path in (folder / "r").glob("resume-*.pt"):
+        path.write_bytes(pickle.dumps(Bomb()))
+        path.with_name(path.name + ".sha256").write_text(hashlib.sha256(path.read_bytes()).hexdigest(), encoding="utf-8")
+    refused(command(SCRIPT, "--out=r", "--resume", cwd=folder, check=False), "not a checkpoint of this program")
+    assert not (folder / "exploded").exists()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(folder):
+    done = train(folder, "--lr=1e30", "--min-lr=0", "--clip=1e30", "--warmup=0", "--save-every=1", "--out=r", check=False)
+    assert done.returncode == 1 and re.search(r"^error: step \d+: ", done.stderr, re.M) and "Traceback" not in done.stderr
+    weights = [p for path in (folder / "r").glob("model.safetensors") for p in load_run(path.parent)[0].parameters()]
+    assert all(p.isfinite().all() for p in weights)
+
+
+def test_weights_of_a_compiled_run_load_without_the_compiler(folder):
+    if not (shutil.which("g++") or shutil.which("clang++")):
+        pytest.skip("no C++ compiler: torch.compile cannot run on this CPU")
+    train(folder, "--compile=on", "--steps=3", "--out=compiled")
+    train(folder, "--steps=3", "--out=eager")
+    model, _ = load_run(folder / "compiled")
+    assert not any("_orig_mod" in name for name in model.state_dict())
+    for name, tensor in load_run(folder / "eager")[0].state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_weights_of_another_run_are_a_start(folder):
+    train(folder, "--scorer=softmax", "--out=a")
+    done = train(folder, "--scorer=ssa", "--init-from=a", "--steps=1", "--lr=1e-9", "--min-lr=0", "--out=b")
+    first, second = (load_run(folder / name)[0].state_dict() for name in "ab")
+    assert all(torch.allclose(first[name], second[name], atol=1e-6) for name in first), done.stdout
+
+
+# ------------------------------------------------------------------------------------------------------------- wrong input
+
+def refused(done, part):
+    """Exit code 2, one line on stderr that holds `part`, no traceback."""
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
+    assert len(lines) == 1 and done.stderr.splitlines()[-1] == lines[0] and "Traceback" not in done.stderr, done.stderr
+    assert part in lines[0], lines[0]
+
+
+# (flags after TINY, what the line must say). One row a mistake; those that need no torch take a tenth of a second.
+WRONG = [
+    ("--scorer=sofmax", "'sofmax'"),
+    ("--preset=huge", "--preset=huge: unknown; choose one of laptop"),
+    ("--steps=-3", "--steps=-3: must be at least 1"),
+    ("--steps=many", "'many'"),
+    ("--steps", "--steps"),
+    ("--stepz=3", "--stepz=3"),
+    ("--batch-size=0", "--batch-size=0"),
+    ("--batch-size=10 --micro-batch=3", "multiple of --micro-batch=3"),
+    ("--lr=nan", "--lr=nan"),
+    ("--lr=-1", "--lr=-1.0"),
+    ("--min-lr=5", "--min-lr=5.0: must be at most"),
+    ("--beta2=1", "--beta2=1.0"),
+    ("--dropout=1", "--dropout=1.0"),
+    ("--seed=-1", "--seed=-1"),
+    ("--n-head=3", "--n-head=3: does not divide"),
+    ("--n-head=2 --n-kv-head=4", "--n-kv-head=4: does not divide"),
+    ("--n-embd=6 --n-head=2", "rotating dimensions"),
+    ("--n-layer=0", "--n-layer=0"),
+    ("--context=1", "--context=1: must be at least 2"),
+    ("--ssa-b=0", "--ssa-b=0.0"),
+    ("--ssa-n=1", "--ssa-n=1.0: must be greater than 1"),
+    ("--scorer=softmax --ssa-b=2", "only --scorer=ssa has it"),
+    ("--tau=2", "only --scorer=temperature has it"),
+    ("--resume --overwrite", "--overwrite=True: contradicts --resume"),
+    ("--init-from=nowhere", "--init-from=nowhere: no such folder"),
+    ("--tokenizer=words", "--tokenizer=words"),
+    ("--data=", "--data="),
+    ("--data=nowhere.txt", "nowhere.txt"),
+    ("--data=empty.txt", "empty.txt"),
+    ("--data=empty-folder", "empty-folder"),
+    ("--data=latin1.txt", "latin1.txt"),
+    ("--data=broken.jsonl", "broken.jsonl"),
+    ("--data=short.txt", "short.txt"),
+    ("--ood=nowhere.txt", "nowhere.txt"),
+    ("--path=sdpa", "--path=sdpa: the fused kernel of PyTorch computes softmax"),
+    ("--out=text.txt", "--out=text.txt: is a file"),
+    ("--out=text.txt/run", "--out=text.txt/run"),
+    ("--out=.", "not a run folder"),
+    ("--cache-dir=text.txt/data", "text.txt"),
+    ("--init-from=empty-folder", "config.json"),
+]
+
+
+@pytest.mark.parametrize("flags, part", WRONG)
+def test_wrong_input_gets_one_line_and_leaves_nothing(folder, flags, part):
+    (folder / "empty.txt").touch()
+    (folder / "empty-folder").mkdir()
+    (folder / "latin1.txt").write_bytes("déjà vu ".encode("latin-1") * 100)
+    (folder / "broken.jsonl").write_text('{"text": "one"}\n{"text": \n', encoding="utf-8")
+    (folder / "short.txt").write_text("short", encoding="utf-8")
+    before = snapshot(folder)
+    done = command(SCRIPT, *TINY, *flags.split(), cwd=folder, check=False)
+    refused(done, part)
+    left = {name for name in snapshot(folder) if name not in before and not name.startswith("data/")}  # data/: a cache
+    assert not left and all(snapshot(folder)[name] == content for name, content in before.items())
+
+
+def test_flags_are_checked_before_torch_is_imported(folder):
+    (folder / "torch.py").write_text("raise SystemExit('torch was imported')", encoding="utf-8")
+    refused(command(SCRIPT, "--steps=-3", cwd=folder, check=False, fresh=True, PYTHONPATH=str(folder)), "--steps=-3")
+    assert "--ssa-freeze" in command(SCRIPT, "--help", cwd=folder, fresh=True, PYTHONPATH=str(folder)).stdout
+
+
+def test_an_existing_run_is_kept_unless_told_otherwise(folder):
+    train(folder, "--out=r")
+    before = snapshot(folder / "r")
+    refused(train(folder, "--out=r", check=False), "--out=r: holds a run already; continue it with --resume")
+    refused(train(folder, "--out=r", "--resume", "--lr=0.5", check=False), "--lr=0.5: the run in r was started with")
+    refused(train(folder, "--out=r", "--resume", "--n-layer=3", check=False), "--n-layer=3")
+    assert snapshot(folder / "r") == before
+    train(folder, "--out=r", "--overwrite", "--steps=2")
+    assert len([m for m in read_metrics(folder / "r" / "metrics.jsonl") if "loss" in m]) == 2
+    refused(train(folder, "--init-from=r", "--n-embd=32", check=False), "model.safetensors")
+    (folder / "text.txt").write_text("other words " * 500, encoding="utf-8")
+    refused(command(SCRIPT, "--out=r", "--resume", cwd=folder, check=False), "have changed since this run began")
+
+
+def test_weights_with_another_vocabulary_are_refused(folder):
+    cache = os.environ.get("SSA_DATA_DIR")
+    if not cache:
+        pytest.skip("SSA_DATA_DIR is not set: no tokenizer files without a network")
+    train(folder, "--out=r")
+    refused(train(folder, "--tokenizer=gpt2", "--init-from=r", check=False,
+                  TIKTOKEN_CACHE_DIR=os.path.join(cache, "tiktoken_cache")), "embed.weight is (320, 16), the model needs (50304")
+
+
+# ------------------------------------------------------------------------------------------------------------------ parts
+
+def test_the_learning_rate_rises_to_lr_and_falls_to_min_lr():
+    flags = SharedFlags(lr=1.0, min_lr=0.1, warmup=10, steps=110)
+    rates = [run.learning_rate(step, flags) for step in range(111)]
+    assert rates[0] == pytest.approx(0.1) and rates[9] == pytest.approx(1.0) and rates[110] == pytest.approx(0.1)
+    assert rates[60] == pytest.approx(0.55) and all(a >= b for a, b in zip(rates[10:], rates[11:]))
+
+
+def test_weight_decay_falls_on_matrices_alone():
+    from test_model import tiny
+    model = tiny(positions="learned", bias=True)
+    optimizer = run.make_optimizer(model, SharedFlags(weight_decay=0.1))
+    names = {id(p): name for name, p in model.named_parameters()}
+    decayed = {names[id(p)] for p in optimizer.param_groups[0]["params"]}
+    assert decayed == {f"blocks.{i}.{part}.weight" for i in (0, 1) for part in ("attn.qkv", "attn.proj", "ff.up", "ff.proj")}
+    assert len(decayed) + len(optimizer.param_groups[1]["params"]) == len(names)
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
+
+
+def test_the_command_printed_needs_no_guess_at_where_the_script_is():
+    assert (ROOT / SCRIPT).exists()
