@@ -28,7 +28,7 @@ KEEP = 2
 # ------------------------------------------------------------------------------------------------------ model.safetensors
 
 def tensors_digest(tensors, about):
-    """sha256 over names, dtypes, shapes and bytes of a dict of CPU tensors, and over the dict of strings `about`."""
+    """sha256 over names, dtypes, shapes and bytes of a dict of CPU tensors, and over the dict `about`."""
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode("utf-8"))
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
@@ -40,16 +40,17 @@ def tensors_digest(tensors, about):
 def save_model(path, model, step):
     """Write the weights of a Transformer (the raw one, not its compiled wrapper) as safetensors."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    about = {"step": str(step)}
+    about = {"step": step}
     about["sha256"] = tensors_digest(tensors, about)
-    write_atomically(path, safetensors.torch.save(tensors, metadata=about))
+    # One entry only: safetensors writes several in random order, and equal weights should make equal files.
+    write_atomically(path, safetensors.torch.save(tensors, metadata={"about": json.dumps(about)}))
 
 
 def load_tensors(path):
     """The verified dict of tensors in a file that `save_model` wrote. Raises UserError for a missing or damaged one."""
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            about = dict(file.metadata() or {})
+            about = json.loads((file.metadata() or {}).get("about", "{}"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; train the run to its first checkpoint, or name another folder") from None

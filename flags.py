@@ -175,7 +175,7 @@ def _resumed(Config, out, argv):
     saved = read_json(Path(out) / "config.json", "restore it, or start anew with --overwrite")
     known = {f.name for f in fields(Config)}
     flags = {name: value for name, value in saved.get("flags", {}).items() if name in known}
-    before = replace(Config(), **flags, resume=True)
+    before = replace(Config(), **{**flags, "resume": True, "overwrite": False})
     config = tyro_cli(Config, argv, before)
     if config.preset == "auto":
         config.preset = before.preset

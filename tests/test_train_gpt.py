@@ -307,7 +307,7 @@ WRONG = [
     ("--data=empty-folder", "empty-folder"),
     ("--data=latin1.txt", "latin1.txt"),
     ("--data=broken.jsonl", "broken.jsonl"),
-    ("--data=short.txt", "short.txt"),
+    ("--data=short.txt", "short"),
     ("--ood=nowhere.txt", "nowhere.txt"),
     ("--path=sdpa", "--path=sdpa: the fused kernel of PyTorch computes softmax"),
     ("--out=text.txt", "--out=text.txt: is a file"),
