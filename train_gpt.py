@@ -89,7 +89,7 @@ from tqdm import tqdm
 
 import run
 from checkpoint import load_checkpoint, load_tensors, load_weights, save_checkpoint
-from data import prepare
+from data import bits_per_byte, prepare
 from files import read_json, write_atomically, write_json
 from model import Transformer
 
@@ -230,7 +230,7 @@ def evaluate(model, corpus, split, flags, decisions, max_tokens):
         n_bytes += corpus.tokenizer.count_bytes(y)
     model.train()
     return {f"{split}_loss": nats / n_tokens, f"{split}_ppl": math.exp(min(nats / n_tokens, 700)),
-            f"{split}_bpb": nats / math.log(2) / n_bytes}
+            f"{split}_bpb": bits_per_byte(nats, n_bytes)}
 
 
 def report(step, flags, result, unigram_bpb):

@@ -1,0 +1,223 @@
+"""Where text comes from: files, and what every Python carries. A source gives documents, (id, text) pairs.
+
+What a user can get wrong raises `flags.UserError` with one line that names it and says what to do.
+"""
+import ast
+import glob
+import gzip
+import inspect
+import json
+import os
+import platform
+import re
+import sysconfig
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from files import sha256
+from flags import UserError
+
+Documents = Iterator[tuple[str, str]]  # (id, text)
+
+
+def one_line(error: Exception) -> str:
+    """What another library had to say, cut to fit into one line of ours."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
+# ---- Files of documents ---------------------------------------------------------------------------------------------
+
+
+def document(where: str, text, doc_id=None) -> tuple[str, str]:
+    """(id, text), checked. The id decides the split; without one it is the hash of the text, so that neither order nor
+    file name matters and equal texts are never in different splits."""
+    if not isinstance(text, str):
+        raise UserError(f"{where}: field `text` is a {type(text).__name__}, not a string; correct it")
+    if not text.strip():
+        raise UserError(f"{where}: the text is empty; remove it or fill it")
+    try:
+        text_hash, _ = sha256(text.encode("utf-8")), str(doc_id).encode("utf-8")
+    except UnicodeEncodeError:  # JSON can spell these, as \ud83d
+        raise UserError(f"{where}: text or id has half of a surrogate pair, which is no character; correct it") from None
+    return text_hash if doc_id is None else str(doc_id), text
+
+
+def decode_utf8(data: bytes, where: str, offset: int = 0) -> str:
+    try:
+        return data.decode("utf-8").removeprefix("\ufeff")  # byte-order mark
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: not UTF-8 at byte {offset + error.start}; save the file as UTF-8") from None
+
+
+def read_txt(path: Path) -> Documents:
+    """One document, read whole; \\r\\n and \\r become \\n. For text larger than memory use JSON lines."""
+    yield document(str(path), decode_utf8(path.read_bytes(), str(path)).replace("\r\n", "\n").replace("\r", "\n"))
+
+
+def read_jsonl(path: Path) -> Documents:
+    """A JSON object a line with `text`, perhaps `id`; blank lines are skipped; .gz is unpacked."""
+    offset = 0
+    with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as lines:
+        for number, raw in enumerate(lines, 1):
+            where = f"{path} line {number}"
+            line, offset = decode_utf8(raw, where, offset).strip(), offset + len(raw)
+            if not line:
+                continue
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{where}: broken JSON ({one_line(error)}); correct this line") from None
+            if not isinstance(record, dict) or "text" not in record:
+                raise UserError(f"{where}: no field `text`; each line must be an object that has one")
+            yield document(where, record["text"], record.get("id"))
+
+
+def read_parquet(path: Path) -> Documents:
+    """Column `text`, perhaps `id`, a few rows at a time so that memory stays bounded."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError(f"{path}: parquet files need pyarrow; pip install pyarrow") from None
+    row = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            columns = [name for name in ("text", "id") if name in file.schema_arrow.names]
+            if "text" not in columns:
+                raise UserError(f"{path}: no column `text` among {file.schema_arrow.names[:9]}; rename the one to train on")
+            for batch in file.iter_batches(batch_size=256, columns=columns):
+                for record in batch.to_pylist():
+                    row += 1
+                    yield document(f"{path} row {row}", record["text"], record.get("id"))
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: damaged after row {row} ({one_line(error)}); fetch it again") from None
+
+
+READERS = {".txt": read_txt, ".jsonl": read_jsonl, ".jsonl.gz": read_jsonl, ".parquet": read_parquet}
+
+
+def extension(path: Path) -> str | None:
+    return next((ending for ending in READERS if path.name.lower().endswith(ending)), None)
+
+
+def read_files(files: list[Path]) -> Documents:
+    for path in files:
+        try:
+            yield from READERS[extension(path)](path)
+        except (OSError, EOFError, zlib.error) as error:  # the last two: a damaged .gz
+            raise UserError(f"{path}: cannot be read ({one_line(error)}); check it or fetch it again") from None
+
+
+# ---- What every Python carries: documentation to train on, source code to be out of distribution --------------------
+
+MIN_DOC_CHARS = 60  # "Return self." and the like teach nothing
+PYSOURCE_BYTES = 300_000
+SKIP = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip"}
+
+
+def stdlib() -> dict[str, Path]:
+    """The standard library's source files: a name such as "json/decoder.py" -> path."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = {}
+    for parent, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in SKIP]
+        # Left out: files written at installation, which hold paths and settings of one machine.
+        for name in names:
+            if name.endswith(".py") and not name.startswith(("_sysconfig", "sitecustom", "python-config")):
+                files[Path(parent, name).relative_to(root).as_posix()] = Path(parent, name)
+    return dict(sorted(files.items()))
+
+
+def parse(path: Path) -> tuple[str, ast.Module]:
+    """(text, syntax tree) of a source file, which is not run; both empty where it does not parse."""
+    try:
+        _, text = next(read_txt(path))
+        return text, ast.parse(text)
+    except (UserError, OSError, SyntaxError, ValueError, RecursionError):
+        return "", ast.parse("")
+
+
+def docstrings(node: ast.AST, name: str = "") -> Iterator[tuple[str, ast.Expr]]:
+    """(dotted name, syntax node) of every docstring in and below node."""
+    if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        name = f"{name}.{getattr(node, 'name', '')}".strip(".")
+        if ast.get_docstring(node) is not None:
+            yield name, node.body[0]
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.expr):  # definitions are in statements, never in expressions
+            yield from docstrings(child, name)
+
+
+def pydocs() -> Documents:
+    """The reference's topics ("topics/with") and the library's docstrings ("json/decoder.py:JSONDecoder.decode"),
+    sorted by id, no text twice."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:  # some Linux distributions leave it out
+        topics = {}
+    found = [(f"topics/{name}", text) for name, text in topics.items()]
+    for name, path in stdlib().items():
+        found += [(f"{name}:{dotted}".rstrip(":"), node.value.value) for dotted, node in docstrings(parse(path)[1])]
+    first = {}  # text -> the first id that has it
+    for doc_id, text in sorted(found):
+        if len(text := inspect.cleandoc(text)) >= MIN_DOC_CHARS:
+            first.setdefault(text, doc_id)
+    if not first:
+        raise UserError("pydocs: this Python has neither its documentation nor its source files; use --data=PATH")
+    yield from (document(doc_id, text, doc_id) for text, doc_id in first.items())
+
+
+def pysource() -> Documents:
+    """Source files without the lines of their docstrings, in the order of their names' hashes, up to about 300 KB."""
+    size = 0
+    for name, path in sorted(stdlib().items(), key=lambda item: sha256(item[0].encode("utf-8"))):
+        if size < PYSOURCE_BYTES and not name.startswith("pydoc_data/"):  # the topics are training text
+            text, tree = parse(path)
+            dropped = {line for _, node in docstrings(tree) for line in range(node.lineno, node.end_lineno + 1)}
+            code = "\n".join(line for number, line in enumerate(text.split("\n"), 1) if number not in dropped)
+            if code.strip():
+                yield name, code
+                size += len(code.encode("utf-8"))
+    if not size:
+        raise UserError("pysource: this Python has no source files; use a PATH, or --ood=none")
+
+
+# ---- Sources --------------------------------------------------------------------------------------------------------
+
+CORPORA = {"pydocs": pydocs, "pysource": pysource}
+
+
+@dataclass(frozen=True)
+class Source:
+    name: str  # readable, part of the folder's name
+    files: list[Path]  # whose contents decide the text: their hash tells whether a prepared folder is still right
+    documents: Callable[[], Documents]
+    python: str | None = None  # Python's version, where the text depends on it
+    one_text: bool = False  # a single .txt is split by position, everything else by document
+
+
+def find_source(data: str, flag: str = "--data") -> Source:
+    """A name in CORPORA, or a file, a folder (searched to any depth) or a glob. A name wins: for a folder that is
+    called pydocs say ./pydocs."""
+    if data in CORPORA:
+        return Source(data, list(stdlib().values()), CORPORA[data], python=platform.python_version())
+    if os.path.isdir(data):
+        paths, problem = filter(extension, Path(data).rglob("*")), "nothing to read in this folder"
+    else:
+        paths = map(Path, [data] if os.path.isfile(data) else glob.glob(data, recursive=True))
+        problem = f"neither a known corpus ({', '.join(CORPORA)}) nor a path"
+    files = sorted((path for path in paths if path.is_file()), key=lambda path: path.parts)
+    if not files:
+        raise UserError(f"{flag}={data}: {problem}; name a file, folder or glob with {', '.join(READERS)} files")
+    for path in files:
+        if not extension(path):
+            raise UserError(f"{flag}={path}: unknown extension; it must be one of {', '.join(READERS)}")
+    name = re.sub(r"[^A-Za-z0-9]+", "-", Path(data).name).strip("-")[:40] or "text"
+    return Source(name, files, lambda: read_files(files), one_text=len(files) == 1 and extension(files[0]) == ".txt")
+
+
+def documents(source: str) -> Documents:
+    """All documents of a source, always in the same order."""
+    return find_source(source).documents()

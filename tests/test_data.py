@@ -1,0 +1,664 @@
+"""What data.py promises: exact tokens, honest splits, batches without state, and one clear line for every mistake."""
+
+import gzip
+import hashlib
+import json
+import math
+import os
+import random
+import re
+import sys
+import sysconfig
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings, strategies as st
+
+import data
+import sources
+from files import read_json, write_json
+from flags import UserError
+
+REAL = Path(os.environ.get("SSA_DATA_DIR", "absent"))
+real_data = pytest.mark.skipif(not REAL.is_dir(), reason="SSA_DATA_DIR names no folder with the real data")
+some = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+BYTES = data.get_tokenizer("bytes")
+
+
+@pytest.fixture
+def gpt2(monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(REAL / "tiktoken_cache"))
+    return data.get_tokenizer("gpt2")
+
+
+def texts(n, seed=0):
+    """n different texts of 20 to 80 letters and spaces."""
+    rng = random.Random(seed)
+    return ["t" + "".join(rng.choice("abcde fgé") for _ in range(rng.randrange(20, 80))) + str(i) for i in range(n)]
+
+
+def write_jsonl(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return str(path)
+
+
+def write_parquet(path, **columns):
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=7)
+    return str(path)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """200 documents in files of 300 tokens or a little more."""
+    source = write_jsonl(tmp_path / "docs.jsonl", [{"text": text} for text in texts(200)])
+    return data.prepare(source, "bytes", tmp_path / "cache", shard_tokens=300)
+
+
+def folder_of(tmp_path):
+    [folder] = (tmp_path / "cache").iterdir()
+    return folder
+
+
+def raises_line(*parts):
+    """pytest.raises for a UserError of one line that has all parts, in this order."""
+    return pytest.raises(UserError, match=r"(?s)\A(?=[^\n]*\Z).*" + ".*".join(re.escape(str(part)) for part in parts))
+
+
+def held_out(doc_id):
+    return int.from_bytes(hashlib.sha256(doc_id.encode()).digest()[:4], "big") / 2**32 < 0.1
+
+
+# ---- Tokenizers
+
+
+@some
+@given(st.text(alphabet="a \n\0é\u3000日\ufeff😀\ud7ff\U0010ffff"))
+def test_bytes_give_back_any_text_and_count_its_bytes(text):
+    ids = BYTES.encode(text)
+    assert ids.tolist() == list(text.encode("utf-8")) and BYTES.decode(ids) == text
+    assert BYTES.count_bytes(ids) == len(text.encode("utf-8"))
+
+
+def test_bytes_have_257_ids_and_decode_everything():
+    assert (BYTES.name, BYTES.vocab_size, BYTES.eot) == ("bytes", 257, 256)
+    assert BYTES.byte_lengths.tolist() == [1] * 256 + [0]
+    assert BYTES.decode(torch.tensor([97, 256, 98])) == "a\n\nb"
+    assert BYTES.decode([0xC3, 97, 300]) == "\ufffda\ufffd"  # half a letter; an id beyond the vocabulary
+    assert BYTES.count_bytes(torch.tensor([[97, 256], [98, 99]])) == 3
+
+
+@real_data
+def test_gpt2_ids_are_the_published_ones(gpt2):
+    assert (gpt2.name, gpt2.vocab_size, gpt2.eot) == ("gpt2", 50257, 50256)
+    assert gpt2.encode("hello world").tolist() == [31373, 995]
+    for text in ("a <|endoftext|> b", "naïve 日本 \u3000 don't\r\n\n  x", ""):
+        ids = gpt2.encode(text)
+        assert gpt2.eot not in ids and gpt2.decode(ids) == text and gpt2.count_bytes(ids) == len(text.encode("utf-8"))
+    assert gpt2.byte_lengths[gpt2.eot] == 0 and gpt2.decode([64, 50256, 65, 50300]) == "a\n\nb\ufffd"
+
+
+@real_data
+def test_gpt2_takes_a_long_word_in_linear_time(gpt2):
+    assert len(gpt2.encode("a" * 1_000_000)) == 250_000  # quadratic time would be a quarter of an hour
+
+
+def test_a_tokenizer_that_cannot_be_had_says_what_to_do(monkeypatch, tmp_path):
+    with raises_line("--tokenizer=gpt3", "bytes or gpt2"):
+        data.get_tokenizer("gpt3")
+    tiktoken = pytest.importorskip("tiktoken")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
+    monkeypatch.setattr("requests.get", lambda *_, **__: (_ for _ in ()).throw(OSError("no\nnetwork")))
+    with raises_line("--tokenizer=gpt2", "TIKTOKEN_CACHE_DIR", "--tokenizer=bytes", "no network"):
+        data.get_tokenizer("gpt2")
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    with raises_line("--tokenizer=gpt2", "pip install tiktoken"):
+        data.get_tokenizer("gpt2")
+
+
+# ---- Files
+
+
+def test_every_format_gives_the_same_texts(tmp_path):
+    wanted = texts(20)
+    records = [{"text": text} for text in wanted]
+    write_jsonl(tmp_path / "a.jsonl", records)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    write_parquet(tmp_path / "c.parquet", text=wanted, other=range(20))
+    (tmp_path / "txt" / "deep").mkdir(parents=True)
+    for i, text in enumerate(wanted):
+        (tmp_path / "txt" / "deep" / f"{i:02}.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "txt" / "README.md").write_text("not a text to train on", encoding="utf-8")
+    found = [list(sources.documents(str(tmp_path / name))) for name in ("a.jsonl", "b.jsonl.gz", "c.parquet", "txt")]
+    assert found[0] == found[1] == found[2] == found[3]  # ids too: without one of its own, a text's hash
+    assert [text for _, text in found[0]] == wanted and len({doc_id for doc_id, _ in found[0]}) == 20
+    assert found[0] * 2 == list(sources.documents(str(tmp_path / "[ab].jsonl*")))
+    assert len(list(sources.documents(str(tmp_path)))) == 80 and len(list(sources.documents(str(tmp_path / "**/*.txt")))) == 20
+
+
+def test_ids_come_from_the_record_where_it_has_one(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "one", "id": "x/1"}, {"id": 7, "text": "two"}])
+    assert list(sources.documents(path)) == [("x/1", "one"), ("7", "two")]
+    assert list(sources.documents(write_parquet(tmp_path / "a.parquet", text=["one"], id=["x"]))) == [("x", "one")]
+
+
+def test_byte_order_mark_line_ends_and_blank_lines(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\rthree\n")
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a\\r\\nb"}\r\n\r\n\n{"text": "c"}')
+    assert [text for _, text in sources.documents(str(tmp_path / "a.txt"))] == ["one\ntwo\nthree\n"]
+    assert [text for _, text in sources.documents(str(tmp_path / "b.jsonl"))] == ["a\r\nb", "c"]
+
+
+GOOD = b'{"text": "good"}\n'
+BAD_FILES = {
+    "not UTF-8 in txt": ("a.txt", b"good \xff bad", ["a.txt", "not UTF-8 at byte 5"]),
+    "not UTF-8 in jsonl": ("a.jsonl", GOOD + b'{"text": "\xc3("}', ["a.jsonl line 2", "not UTF-8 at byte 27"]),
+    "empty txt": ("a.txt", b" \n", ["a.txt", "the text is empty"]),
+    "empty text": ("a.jsonl", GOOD * 2 + b'{"text": ""}', ["a.jsonl line 3", "the text is empty"]),
+    "missing field": ("a.jsonl", GOOD + b'\n{"txt": "x"}', ["a.jsonl line 3", "no field `text`"]),
+    "a list": ("a.jsonl", b'["text"]', ["a.jsonl line 1", "no field `text`"]),
+    "null": ("a.jsonl", b"null", ["a.jsonl line 1", "no field `text`"]),
+    "a number": ("a.jsonl", b'{"text": 5}', ["a.jsonl line 1", "`text` is a int, not a string"]),
+    "broken JSON": ("a.jsonl", GOOD + b'{"text": "x"', ["a.jsonl line 2", "broken JSON"]),
+    "deep JSON": ("a.jsonl", b"[" * 100_000, ["a.jsonl line 1", "broken JSON"]),
+    "half a pair": ("a.jsonl", rb'{"text": "\ud83d", "id": 1}', ["a.jsonl line 1", "surrogate", "correct it"]),
+    "half a pair as id": ("a.jsonl", rb'{"text": "a", "id": "\ud83d"}', ["a.jsonl line 1", "surrogate", "correct it"]),
+    "no gzip": ("a.jsonl.gz", GOOD, ["a.jsonl.gz", "cannot be read", "fetch it again"]),
+    "gzip cut short": ("a.jsonl.gz", gzip.compress(GOOD)[:-9], ["a.jsonl.gz", "cannot be read", "fetch it again"]),
+    "gzip damaged": ("a.jsonl.gz", gzip.compress(GOOD)[:10] + b"\xff" * 9, ["a.jsonl.gz", "cannot be read"]),
+    "no parquet": ("a.parquet", b"PAR1 no PAR1", ["a.parquet", "damaged after row 0", "fetch it again"]),
+    "extension": ("a.csv", b"x", ["--data=", "a.csv", "unknown extension", ".txt, .jsonl, .jsonl.gz, .parquet"]),
+}
+
+
+@pytest.mark.parametrize("name, content, parts", BAD_FILES.values(), ids=BAD_FILES)
+def test_a_bad_file_is_named_with_its_place_and_leaves_nothing(tmp_path, name, content, parts):
+    (tmp_path / name).write_bytes(content)
+    with raises_line(*parts):
+        list(sources.documents(str(tmp_path / name)))
+    with raises_line(*parts):
+        data.prepare(str(tmp_path / name), "bytes", tmp_path / "cache")
+    assert not (tmp_path / "cache").exists() or not list((tmp_path / "cache").iterdir())
+
+
+def test_bad_parquet_rows_and_columns_are_named(tmp_path, monkeypatch):
+    with raises_line("a.parquet", "no column `text`", "body", "rename"):
+        list(sources.documents(write_parquet(tmp_path / "a.parquet", body=["x"])))
+    with raises_line("b.parquet row 9", "NoneType, not a string"):
+        list(sources.documents(write_parquet(tmp_path / "b.parquet", text=["x"] * 8 + [None])))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with raises_line("b.parquet", "pip install pyarrow"):
+        list(sources.documents(str(tmp_path / "b.parquet")))
+
+
+def test_a_source_that_is_not_there(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for name in ("foo", "", str(tmp_path / "no.txt"), str(tmp_path / "*.txt"), "x" * 5000):
+        with raises_line(f"--data={name}: neither a known corpus (pydocs, pysource) nor a path"):
+            sources.documents(name)
+    with raises_line(f"--data={tmp_path / 'empty'}: nothing to read in this folder", ".txt"):
+        sources.documents(str(tmp_path / "empty"))
+    (tmp_path / "a.txt").write_text("some text", encoding="utf-8")
+    with raises_line("--ood=foo: neither a known corpus"):
+        data.prepare(str(tmp_path / "a.txt"), "bytes", tmp_path / "cache", ood="foo")
+    with raises_line("--ood=pydocs", "training text itself"):
+        data.prepare("pydocs", "bytes", tmp_path / "cache", ood="pydocs")
+    assert not (tmp_path / "cache").exists()
+
+
+# ---- What Python carries
+
+
+@pytest.fixture(scope="session")
+def python_docs():
+    return list(sources.documents("pydocs"))
+
+
+def test_pydocs_are_about_2_mb_of_different_texts(python_docs):
+    ids, found = zip(*python_docs)
+    assert 1_000_000 < sum(len(text.encode("utf-8")) for text in found) < 6_000_000
+    assert len(set(found)) == len(found) and min(map(len, found)) >= 60
+    assert list(ids) == sorted(ids)
+    by_id = dict(python_docs)
+    assert by_id["json/decoder.py:JSONDecoder"].startswith("Simple JSON <https://json.org> decoder")
+    assert "json/__init__.py" in by_id and "json/decoder.py:JSONDecoder.raw_decode" in by_id
+    assert any(doc_id.startswith("topics/") for doc_id in ids) or "pydoc_data.topics" not in sys.modules
+
+
+def test_pydocs_ids_know_nothing_of_this_machine(python_docs):
+    ids = "\n".join(doc_id for doc_id, _ in python_docs)
+    assert not re.search(r"^/|\\|:/|^\.|site-packages", ids, re.MULTILINE)
+    assert sys.prefix not in ids and sysconfig.get_path("stdlib") not in ids
+
+
+def test_pydocs_split_by_the_hash_of_the_id_and_twice_the_same(python_docs, tmp_path):
+    corpus = data.prepare("pydocs", "bytes", tmp_path)
+    for split in ("train", "val"):
+        wanted = [text for doc_id, text in python_docs if held_out(doc_id) == (split == "val")]
+        found = corpus.tokens(split, 0, corpus.n_tokens(split))
+        assert found.tolist() == [i for text in wanted for i in (*text.encode("utf-8"), BYTES.eot)]
+        assert corpus.manifest["splits"][split]["documents"] == len(wanted) == np.count_nonzero(found == BYTES.eot)
+    assert 0.07 < len(wanted) / len(python_docs) < 0.13
+    assert corpus.manifest["python"] == sys.version.split()[0] and corpus.manifest["name"] == "pydocs"
+    assert "site-packages" not in json.dumps(corpus.manifest) and str(tmp_path) not in json.dumps(corpus.manifest)
+
+
+def test_pysource_is_a_few_hundred_kb_of_code_without_docstrings(python_docs):
+    code = dict(sources.documents("pysource"))
+    assert 300_000 <= sum(map(len, code.values())) < 700_000
+    assert not any(name.startswith(("pydoc_data", "idlelib", "_sysconfigdata")) for name in code)
+    whole = "\n".join(code.values())
+    assert "import " in whole and "    # " in whole
+    of_these_files = [text for doc_id, text in python_docs if doc_id.split(":")[0] in code and text.count("\n") > 8]
+    first_lines = {text.split("\n")[0] for text in of_these_files if len(text.split("\n")[0]) > 50}
+    assert len(first_lines) > 20 and sum(line in whole for line in first_lines) <= 0.02 * len(first_lines)
+
+
+@pytest.fixture
+def small_python(tmp_path, monkeypatch):
+    """A Python whose standard library is a folder of the test, without pydoc_data."""
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
+    monkeypatch.setitem(sys.modules, "pydoc_data", None)
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    (tmp_path / "lib" / "sub" / "test").mkdir(parents=True)
+    (tmp_path / "lib" / "site-packages").mkdir()
+    return tmp_path / "lib"
+
+
+LONG = "This docstring is long enough to be worth a place among the training texts, {}."
+
+
+def test_docstrings_are_found_at_any_depth_and_cut_from_the_source(small_python):
+    doc = LONG.format
+    (small_python / "sub" / "m.py").write_text(
+        f'"""{doc("é1")}"""\nclass A:\n    \'\'\'{doc(2)}\n\n        indented\n    \'\'\'\n    def f(self):\n'
+        f'        if 1:\n            def g(): "{doc(3)}"\n        """no docstring"""  # comment\n\ntry: pass\nexcept E:\n'
+        f'    async def h():\n        r"""{doc(2)}\n\n            indented\n        """\n        return 1\n'
+        f'def short(): "tiny"\n', encoding="utf-8")
+    for skipped in ("sub/broken.py", "sub/test/t.py", "site-packages/s.py", "_sysconfigdata_x.py"):
+        (small_python / skipped).write_text(f'"""{doc(skipped)}"""\n' + "x =" * ("broken" in skipped), encoding="utf-8")
+    (small_python / "latin.py").write_bytes(b'"""\xe9' + doc(9).encode() + b'"""')
+    assert list(sources.documents("pydocs")) == [
+        ("sub/m.py", doc("é1")), ("sub/m.py:A", doc(2) + "\n\nindented"), ("sub/m.py:A.f.g", doc(3))]
+    assert list(sources.documents("pysource")) == [("sub/m.py", 'class A:\n    def f(self):\n        if 1:\n'
+        '        """no docstring"""  # comment\n\ntry: pass\nexcept E:\n    async def h():\n        return 1\n')]
+
+
+def test_a_python_without_any_text_says_so(small_python):
+    with raises_line("pydocs", "neither its documentation nor its source", "--data=PATH"):
+        list(sources.documents("pydocs"))
+    with raises_line("pysource", "no source files", "--ood=none"):
+        list(sources.documents("pysource"))
+
+
+# ---- Splits and preparation
+
+
+def test_a_single_txt_is_cut_after_nine_tenths(tmp_path):
+    text = "".join(texts(9)) + "é"
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    for source in (tmp_path / "a.txt", tmp_path / "*.txt"):
+        corpus, cut = data.prepare(str(source), "bytes", tmp_path / "cache"), int(0.9 * len(text))
+        assert BYTES.decode(corpus.tokens("train", 0, corpus.n_tokens("train"))) == text[:cut]
+        assert BYTES.decode(corpus.tokens("val", 0, corpus.n_tokens("val"))) == text[cut:]
+        assert corpus.splits == ("train", "val")
+
+
+def split_texts(corpus):
+    return [set(BYTES.decode(corpus.tokens(split, 0, corpus.n_tokens(split))).split("\n\n")) - {""}
+            for split in ("train", "val")]
+
+
+def test_documents_stay_in_their_split_in_any_order_file_and_company(tmp_path):
+    records = [{"text": text} for text in texts(300)]
+    train, val = split_texts(data.prepare(write_jsonl(tmp_path / "a.jsonl", records), "bytes", tmp_path / "cache"))
+    assert not train & val and len(train | val) == 300 and 15 < len(val) < 50
+    for order in (records[::-1], records + records, records + [{"text": text} for text in texts(100, seed=1)]):
+        again = split_texts(data.prepare(write_jsonl(tmp_path / "b.jsonl", order), "bytes", tmp_path / "cache"))
+        assert train <= again[0] and val <= again[1] and not again[0] & again[1]
+
+
+@pytest.mark.parametrize("name, content, split", [
+    ("a.jsonl", b"", "train"), ("a.jsonl", b'{"text": "one only"}', "val"), ("a.txt", b"x", "train"),
+    ("a.txt", b"xxx", "val")])
+def test_a_split_without_text_is_named(tmp_path, name, content, split):
+    (tmp_path / name).write_bytes(content)
+    with raises_line("too little text", f"its {split} split", "give more"):
+        data.prepare(str(tmp_path / name), "bytes", tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_the_manifest_tells_what_the_files_hold(corpus, tmp_path):
+    folder = folder_of(tmp_path)
+    assert re.fullmatch(r"docs-jsonl-bytes-[0-9a-f]{12}", folder.name)
+    manifest = read_json(folder / "manifest.json", "")
+    assert manifest == corpus.manifest and manifest["python"] is None
+    assert [manifest[key] for key in ("name", "tokenizer", "vocab_size", "dtype")] == ["docs-jsonl", "bytes", 257, "uint16"]
+    names, sizes = {"manifest.json"}, Counter()
+    for split, entry in manifest["splits"].items():
+        assert len(entry["shards"]) > 1 and all(shard["tokens"] >= 300 for shard in entry["shards"][:-1])
+        for shard in entry["shards"]:
+            content = (folder / shard["file"]).read_bytes()
+            ids = np.frombuffer(content, dtype="<u2")
+            assert shard["sha256"] == hashlib.sha256(content).hexdigest() and shard["tokens"] == len(ids)
+            assert shard["bytes"] == np.count_nonzero(ids != 256)
+            names.add(shard["file"])
+            sizes[split] += len(ids)
+        assert corpus.n_tokens(split) == sizes[split]
+    assert {path.name for path in folder.iterdir()} == names
+    assert sum(entry["documents"] for entry in manifest["splits"].values()) == 200
+
+
+def test_a_finished_folder_is_reused_in_silence_and_a_changed_text_is_not(tmp_path, monkeypatch, capsys):
+    source = tmp_path / "docs.jsonl"
+    write_jsonl(source, [{"text": text} for text in texts(200)])
+    corpus = data.prepare(str(source), "bytes", tmp_path / "cache", shard_tokens=300)
+    assert "tokenising docs-jsonl" in capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "write_shard", None)  # to tokenise again would fail
+        again = data.prepare(str(source), "bytes", tmp_path / "cache", shard_tokens=300)
+    assert capsys.readouterr() == ("", "") and again.digest == corpus.digest and len(again.digest) == 64
+    source.write_text(source.read_text(encoding="utf-8").replace(': "t', ': "T', 1), encoding="utf-8")
+    changed = data.prepare(str(source), "bytes", tmp_path / "cache", shard_tokens=300)
+    assert changed.digest != corpus.digest and len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_ood_is_whole_and_beside_the_training_text(tmp_path):
+    a = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts(50)])
+    (tmp_path / "b.txt").write_text("other text", encoding="utf-8")
+    corpus = data.prepare(a, "bytes", tmp_path / "cache", ood=str(tmp_path / "b.txt"))
+    assert corpus.splits == ("train", "val", "ood") and len(list((tmp_path / "cache").iterdir())) == 2
+    assert BYTES.decode(corpus.tokens("ood", 0, corpus.n_tokens("ood"))) == "other text"
+    assert corpus.digest == data.prepare(a, "bytes", tmp_path / "cache").digest
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
+def test_an_interrupted_preparation_leaves_nothing(tmp_path, monkeypatch, error):
+    source = write_jsonl(tmp_path / "docs.jsonl", [{"text": text} for text in texts(200)])
+    write, calls = data.write_shard, []
+
+    def write_two(*args):
+        calls.append(args)
+        if len(calls) > 2:
+            raise error
+        return write(*args)
+
+    monkeypatch.setattr(data, "write_shard", write_two)
+    full_disk = raises_line("cache", "No space left", "choose another folder")
+    with pytest.raises(KeyboardInterrupt) if error is KeyboardInterrupt else full_disk:
+        data.prepare(source, "bytes", tmp_path / "cache", shard_tokens=300)
+    assert len(calls) == 3 and list((tmp_path / "cache").iterdir()) == []
+    monkeypatch.undo()
+    assert len(set.union(*split_texts(data.prepare(source, "bytes", tmp_path / "cache", shard_tokens=300)))) == 200
+
+
+def test_what_a_killed_preparation_leaves_is_never_used(tmp_path, monkeypatch):
+    source = write_jsonl(tmp_path / "docs.jsonl", [{"text": text} for text in texts(200)])
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(data.shutil, "rmtree", lambda *_, **__: None)  # a killed process does not clean up
+        with pytest.raises(KeyboardInterrupt):
+            data.prepare(source, "bytes", tmp_path / "cache", shard_tokens=300)
+    assert ".unfinished-" in folder_of(tmp_path).name and len(list(folder_of(tmp_path).iterdir())) > 20
+    assert len(set.union(*split_texts(data.prepare(source, "bytes", tmp_path / "cache", shard_tokens=300)))) == 200
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_two_preparations_at_once_end_with_one_folder(tmp_path, monkeypatch):
+    source = write_jsonl(tmp_path / "docs.jsonl", [{"text": text} for text in texts(200)])
+    write, digests = data.write_folder, []
+
+    def write_slowly(*args):  # the other starts after us and is done before us
+        monkeypatch.setattr(data, "write_folder", write)
+        digests.append(data.prepare(source, "bytes", tmp_path / "cache").digest)
+        write(*args)
+
+    monkeypatch.setattr(data, "write_folder", write_slowly)
+    digests.append(data.prepare(source, "bytes", tmp_path / "cache").digest)
+    assert len(digests) == 2 and digests[0] == digests[1]
+    assert ".unfinished-" not in folder_of(tmp_path).name
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("some text " * 9, encoding="utf-8")
+    with raises_line(tmp_path / "a.txt", "cannot write tokens here", "choose another folder"):
+        data.prepare(str(tmp_path / "a.txt"), "bytes", tmp_path / "a.txt" / "cache")
+
+
+def test_ids_outside_the_vocabulary_are_not_written(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("some text " * 9, encoding="utf-8")
+    for vocab_size, wrong, last in ((300, 300, 299), (300, -1, 299), (100_000, 65_536, 65_535)):
+        tokenizer = data.Tokenizer("odd", [b"x"] * vocab_size, lambda text: np.array([1, wrong, 2]))
+        monkeypatch.setattr(data, "get_tokenizer", lambda name: tokenizer)
+        with raises_line("--tokenizer=odd", wrong, last + 1):
+            data.prepare(str(tmp_path / "a.txt"), "odd", tmp_path / "cache")
+        assert list((tmp_path / "cache").iterdir()) == []
+
+
+# ---- Damage
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+DAMAGES = {"bit flip": flip, "missing": Path.unlink, "empty": lambda path: path.write_bytes(b""),
+           "cut short": lambda path: path.write_bytes(path.read_bytes()[:-2]),
+           "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0\0")}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+@pytest.mark.parametrize("name", ["train-00002.bin", "manifest.json"])
+def test_a_damaged_file_is_named_and_a_new_folder_heals_it(corpus, tmp_path, name, damage):
+    source, folder = str(tmp_path / "docs.jsonl"), folder_of(tmp_path)
+    damage(folder / name)
+    with raises_line(folder / name, "delete its folder, it will be built anew"):
+        again = data.prepare(source, "bytes", tmp_path / "cache", shard_tokens=300)
+        again.tokens("train", 0, 100)  # this file is whole
+        again.tokens("train", 0, again.n_tokens("train"))
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    assert data.prepare(source, "bytes", tmp_path / "cache", shard_tokens=300).digest == corpus.digest
+
+
+@pytest.mark.parametrize("change", [
+    {"file": "../secret.bin"}, {"file": ".."}, {"file": ""}, {"file": 5}, {"file": "train-00000.bin/../../secret.bin"},
+    {"file": "/etc/hostname"}, {"file": "C:\\secret.bin"}, {"file": "linked-00000.bin"}, {"tokens": 0}, {"tokens": "9"},
+    {"tokens": True}, {"sha256": None}], ids=str)
+def test_a_manifest_that_leads_elsewhere_is_refused(corpus, tmp_path, change):
+    folder = folder_of(tmp_path)
+    (tmp_path / "secret.bin").write_bytes(b"\0" * 600)
+    try:
+        (folder / "linked-00000.bin").symlink_to(tmp_path / "secret.bin")
+    except OSError:
+        pytest.skip("symbolic links cannot be made here")
+    manifest = corpus.manifest
+    manifest["splits"]["train"]["shards"][0] |= change
+    write_json(folder / "manifest.json", manifest)  # with a checksum that fits
+    with raises_line(folder / "manifest.json", "cannot be right", "delete its folder"):
+        data.prepare(str(tmp_path / "docs.jsonl"), "bytes", tmp_path / "cache", shard_tokens=300)
+
+
+def test_a_manifest_without_its_parts_is_refused(corpus, tmp_path):
+    train = corpus.manifest["splits"]["train"]
+    for splits in ({}, [], "x", None, {"train": train}, {"train": train, "val": {"documents": 9, "shards": []}}):
+        write_json(folder_of(tmp_path) / "manifest.json", {**corpus.manifest, "splits": splits})
+        with raises_line("manifest.json", "cannot be right", "delete its folder"):
+            data.prepare(str(tmp_path / "docs.jsonl"), "bytes", tmp_path / "cache", shard_tokens=300)
+
+
+# ---- Batches
+
+
+@some
+@given(st.integers(1, 5000), st.integers())
+@example(1, 0)
+@example(4097, 1)
+def test_permute_is_a_permutation(n, seed):
+    assert sorted(data.permute(np.arange(n), n, str(seed)).tolist()) == list(range(n))
+
+
+def test_permute_is_the_same_for_ever_and_reaches_far():
+    assert data.permute(np.arange(10), 10, "key").tolist() == [3, 4, 6, 8, 9, 1, 7, 5, 2, 0]
+    for n in (2**31 - 1, 2**31 + 1, 2**40):
+        index = np.array([0, 1, n // 2, n - 1])
+        there = data.permute(index, n, "key")
+        assert len(set(there.tolist())) == 4 and 0 <= there.min() <= there.max() < n
+        assert data.permute(index[2:3], n, "key") == there[2]  # one element needs no other
+
+
+def test_every_order_of_four_is_about_as_frequent():
+    counts = Counter(tuple(data.permute(np.arange(4), 4, str(key)).tolist()) for key in range(2400))
+    assert len(counts) == 24 and 60 < min(counts.values()) and max(counts.values()) < 145
+
+
+def all_starts(corpus, seed, epoch, context, batch_size=7):
+    """Where each window of an epoch begins: its tokens are looked up in the text, whose every place is different."""
+    train = corpus.tokens("train", 0, corpus.n_tokens("train"))
+    place = {train[i : i + context + 1].tobytes(): i for i in range(len(train) - context)}
+    assert len(place) == len(train) - context
+    n = (len(train) - 1 - (context - 1)) // context
+    rows = range(epoch * n, (epoch + 1) * n)
+    found = []
+    for g in rows:
+        x, y = corpus.batch(seed, g // batch_size, [g % batch_size], batch_size, context)
+        assert x.dtype == y.dtype == torch.int64 and x.shape == y.shape == (1, context)
+        found.append(place[np.append(x[0].numpy(), y[0, -1].numpy()).tobytes()])
+        assert torch.equal(x[0, 1:], y[0, :-1])
+    return found, n, len(train)
+
+
+def test_every_epoch_has_each_window_once_in_another_order_from_another_place(corpus):
+    context, orders, shifts = 24, set(), set()
+    for seed, epoch in ((1, 0), (1, 1), (1, 2), (2, 0), (2, 1)):
+        starts, n, length = all_starts(corpus, seed, epoch, context)
+        shift = min(starts)
+        assert sorted(starts) == [shift + context * i for i in range(n)] and 0 <= shift < context
+        assert max(starts) + context < length
+        assert starts != sorted(starts)
+        orders.add(tuple((start - shift) // context for start in starts))
+        shifts.add(shift)
+    assert len(orders) == 5 and len(shifts) > 2
+
+
+@some
+@given(st.integers(0, 9), st.integers(0, 60), st.lists(st.integers(0, 31), min_size=1, max_size=8))
+def test_any_rows_equal_those_of_the_whole_batch(seed, step, rows):
+    corpus = SHARED["corpus"]
+    whole = corpus.batch(seed, step, range(32), 32, 48)  # 32 rows of about 190 windows: epochs meet in a batch
+    part = corpus.batch(seed, step, rows, 32, 48)
+    assert torch.equal(whole[0][rows], part[0]) and torch.equal(whole[1][rows], part[1])
+
+
+SHARED = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shared")
+    source = write_jsonl(folder / "docs.jsonl", [{"text": text} for text in texts(200)])
+    SHARED.update(folder=folder, corpus=data.prepare(source, "bytes", folder / "many", shard_tokens=300),
+                  one_file=data.prepare(source, "bytes", folder / "one"))
+
+
+def test_the_number_of_files_changes_nothing():
+    many, one = SHARED["corpus"], SHARED["one_file"]
+    assert len(many.manifest["splits"]["train"]["shards"]) > 20 and len(one.manifest["splits"]["train"]["shards"]) == 1
+    n = one.n_tokens("train")
+    whole = one.tokens("train", 0, n)
+    assert many.n_tokens("train") == n and np.array_equal(many.tokens("train", 0, n), whole)
+    ends = np.cumsum([shard["tokens"] for shard in many.manifest["splits"]["train"]["shards"]]).tolist()
+    for start in (0, ends[0] - 1, ends[0], ends[3] - 40, ends[-2]):
+        for stop in (start + 1, ends[0], ends[0] + 1, ends[4], n):
+            if stop > start:
+                assert np.array_equal(many.tokens("train", start, stop), whole[start:stop])
+    for a, b in zip(many.batch(3, 5, range(16), 16, 700), one.batch(3, 5, range(16), 16, 700)):
+        assert torch.equal(a, b)
+
+
+def test_the_shortest_text_still_gives_windows():
+    corpus = SHARED["one_file"]
+    n = corpus.n_tokens("train")
+    whole = corpus.tokens("train", 0, n)
+    for context in (n - 1, n - 2, n // 2, 1):
+        x, y = corpus.batch(0, 0, [0, 1], 2, context)
+        assert x.shape == (2, context)
+    assert np.array_equal(corpus.batch(0, 0, [0], 1, n - 1)[1][0], whole[1:])
+    assert sorted(corpus.batch(0, 0, range(n - 1), n - 1, 1)[0].flatten().tolist()) == sorted(whole[:-1].tolist())
+    with raises_line("docs-jsonl", f"{n} training tokens", f"--context={n}"):
+        corpus.batch(0, 0, [0], 1, n)
+
+
+# ---- Evaluation
+
+
+@some
+@given(st.integers(1, 400), st.integers(1, 9))
+def test_the_whole_split_predicts_every_token_but_the_first_once(context, batch_size):
+    corpus = SHARED["corpus"]
+    val = corpus.tokens("val", 0, corpus.n_tokens("val"))
+    batches = list(corpus.eval_batches("val", context, batch_size))
+    assert torch.cat([y.flatten() for _, y in batches]).tolist() == val[1:].tolist()
+    assert torch.cat([x.flatten() for x, _ in batches]).tolist() == val[:-1].tolist()
+    assert all(x.dtype == torch.int64 and len(x) <= batch_size and x.shape == y.shape for x, y in batches)
+    assert all(x.shape[1] == context for x, _ in batches[:-1])
+
+
+def test_fewer_tokens_are_whole_windows_evenly_spread():
+    corpus, context = SHARED["corpus"], 10
+    whole = torch.cat([x for x, _ in corpus.eval_batches("train", context, 1000) if x.shape[1] == context])
+    part = torch.cat([x for x, _ in corpus.eval_batches("train", context, 7, max_tokens=205)])
+    assert part.shape == (20, context)
+    places = [next(i for i, row in enumerate(whole) if torch.equal(row, wanted)) for wanted in part]
+    gaps = np.diff(places)
+    assert places[0] == 0 and max(gaps) - min(gaps) <= 1 and places[-1] + max(gaps) >= len(whole) - 1
+    assert [x.shape for x, _ in corpus.eval_batches("val", context, 4, max_tokens=3)] == [(1, context)]
+    assert sum(x.numel() for x, _ in corpus.eval_batches("val", context, 4, 10**9)) == corpus.n_tokens("val") - 1
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_the_unigram_baseline_equals_a_plain_count(split):
+    corpus = SHARED["corpus"]
+    train, target = ([int(i) for i in corpus.tokens(name, 0, corpus.n_tokens(name))] for name in ("train", split))
+    count = Counter(train)
+    nats = sum(-math.log((count[i] + 1) / (len(train) + 257)) for i in target[1:])
+    n_bytes = sum(i != 256 for i in target[1:])
+    assert corpus.unigram_bits_per_byte(split) == pytest.approx(nats / math.log(2) / n_bytes, rel=1e-12)
+
+
+def test_bits_per_byte():
+    assert data.bits_per_byte(256 * math.log(256), 256) == pytest.approx(8)
+    with raises_line("bits per byte", "no text"):
+        data.bits_per_byte(1.0, 0)
+
+
+# ---- Real text
+
+
+@real_data
+def test_tiny_shakespeare_has_nanogpts_split(tmp_path):
+    corpus = data.prepare(str(REAL / "shakespeare" / "input.txt"), "bytes", tmp_path)
+    assert (corpus.n_tokens("train"), corpus.n_tokens("val")) == (1_003_854, 111_540)
+    assert sum(y.numel() for _, y in corpus.eval_batches("val", 64, 256)) == 111_539
+    assert 4.7 < corpus.unigram_bits_per_byte("val") < 4.9
+
+
+@real_data
+def test_fineweb_jsonl_and_parquet(tmp_path, gpt2):
+    docs = list(sources.documents(str(REAL / "fineweb" / "fineweb_unique.jsonl.gz")))
+    assert len(docs) == len(dict(docs)) == 2800 and docs[0][0].startswith("<urn:uuid:")
+    assert sum(len(text.split()) for _, text in docs) == 3_190_294
+    corpus = data.prepare(str(REAL / "fineweb" / "sample.parquet"), "gpt2", tmp_path)
+    rows = list(sources.documents(str(REAL / "fineweb" / "sample.parquet")))
+    assert len(rows) == 100 == sum(entry["documents"] for entry in corpus.manifest["splits"].values())
+    for split in ("train", "val"):
+        wanted = "\n\n".join(text for doc_id, text in rows if held_out(doc_id) == (split == "val"))
+        assert gpt2.decode(corpus.tokens(split, 0, corpus.n_tokens(split))) == wanted + "\n\n"
