@@ -1,27 +1,43 @@
 """Attention with a scorer, fast: the path table, and one function that every model calls.
 
-    path     scorers                 how
-    plain    all                     ssa.attention: the reference, K scores a query in memory, any device, any dropout
-    sdpa     softmax, temperature    PyTorch's fused scaled_dot_product_attention (temperature: q / tau before it)
+    path        scorers                 how
+    plain       all                     ssa.attention: the reference, K scores a query in memory, any device, any dropout
+    sdpa        softmax, temperature    PyTorch's fused scaled_dot_product_attention (temperature: q / tau before it)
+    blockwise   ssa                     tile by tile, memory linear in T, any device: C++ (ssa_cpu.cpp) on a CPU that has a
+                                        compiler, else PyTorch (ssa_blockwise.py), which also takes the extreme scores
+    triton      ssa                     the same in one CUDA kernel a direction (ssa_triton.py)
 
 `pick_path` chooses and says why; `attend` runs. Every path gives what `plain` gives, output and all gradients, and there
 is no path that skips the scorer: a path that cannot run a scorer is refused with the reason, never replaced.
 """
 
+from typing import Optional, Tuple
+
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from ssa import Softmax, Temperature, attention, check_shapes, end_aligned
+import ssa_blockwise
+import ssa_cpu
+from ssa import SSA, Softmax, Temperature, attention, check_shapes, end_aligned
+from ssa_blockwise import empty_like_heads
 
-PATHS = ("plain", "sdpa")
+PATHS = ("plain", "sdpa", "blockwise", "triton")
 
 
-def why_not(path, scorer):
-    """None if `path` can run `scorer`, else the reason, in a few words."""
+def why_not(path, scorer, device=None, dropout_p=0.0):
+    """None if `path` can run `scorer` (on this device, with this dropout), else the reason, in a few words."""
     if path not in PATHS:
         return f"there is no path {path!r}; choose auto or one of {', '.join(PATHS)}"
     if path == "sdpa" and not isinstance(scorer, (Softmax, Temperature)):
         return f"the fused kernel of PyTorch computes softmax, not {type(scorer).__name__}"
+    if path in ("blockwise", "triton"):
+        if not isinstance(scorer, SSA):
+            return f"it computes SSA, not {type(scorer).__name__}"
+        if dropout_p > 0:
+            return f"attention dropout of {dropout_p} falls on the weights, which only the path plain keeps"
+    if path == "triton" and device is not None:
+        return _why_not_triton(torch.device(device).type)
     return None
 
 
@@ -29,9 +45,33 @@ def pick_path(device, dtype, scorer, shape, dropout_p=0.0):
     """(path, reason): the fastest path for this scorer, on this device and dtype, at this shape (B, H, T, D)."""
     if isinstance(scorer, (Softmax, Temperature)):
         return "sdpa", f"{type(scorer).__name__} is what PyTorch's fused kernel computes"
+    if not isinstance(scorer, SSA):
+        return "plain", f"the only path for {type(scorer).__name__}"
     if dropout_p > 0:
         return "plain", f"attention dropout of {dropout_p} falls on the weights, which only this path keeps"
-    return "plain", f"the only path for {type(scorer).__name__}"
+    if dtype == torch.float64:
+        return "plain", "float64 is for checking, and this path is what is checked against"
+    device = torch.device(device).type
+    if _why_not_triton(device) is None:
+        return "triton", "the fused kernel for SSA on CUDA"
+    if device == "cpu" and _why_not_cpu(dtype) is None:
+        return "blockwise", "the compiled CPU kernel"
+    return "plain", "TODO"
+
+
+def _why_not_cpu(dtype):
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"the CPU kernel has no {dtype}"
+    return _kernel_reason()
+
+
+@torch.compiler.assume_constant_result  # torch.compile takes the answer and does not look at how a compiler is found
+def _kernel_reason():
+    return ssa_cpu.why_not()
+
+
+def _why_not_triton(device):
+    return "TODO"
 
 
 def attend(q, k, v, scorer, *, causal=False, mask=None, scale=None, dropout_p=0.0, path="auto"):
@@ -41,11 +81,13 @@ def attend(q, k, v, scorer, *, causal=False, mask=None, scale=None, dropout_p=0.
     """
     if path == "auto":
         path, _ = pick_path(q.device, q.dtype, scorer, (*q.shape[:2], k.size(2), q.size(3)), dropout_p)
-    reason = why_not(path, scorer)
+    reason = why_not(path, scorer, q.device, dropout_p)
     if reason:
         raise ValueError(f"path {path!r}: {reason}")
     if path == "sdpa":
         return _sdpa(q, k, v, scorer, causal, mask, scale, dropout_p)
+    if path in ("blockwise", "triton"):
+        return _fused(q, k, v, scorer, causal, mask, scale, path)
     return attention(q, k, v, scorer, causal=causal, mask=mask, scale=scale, dropout_p=dropout_p)
 
 
@@ -62,3 +104,74 @@ def _sdpa(q, k, v, scorer, causal, mask, scale, dropout_p):
         mask = end_aligned(Q, K, mask, q.device)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
                                           enable_gqa=q.size(1) != k.size(1))
+
+
+# ------------------------------------------------------------------------------------------------------- fused SSA
+
+def _fused(q, k, v, scorer, causal, mask, scale, path):
+    """SSA through a kernel that never holds all scores: brings the operands into the one form that the kernels take."""
+    check_shapes(q, k, v, mask)
+    result = v.dtype
+    if torch.is_autocast_enabled(q.device.type):  # autocast does not know our operator, so it is done here
+        result = common = torch.get_autocast_dtype(q.device.type)
+    else:
+        common = torch.promote_types(q.dtype, v.dtype)
+    q, k, v = q.to(common), k.to(common), v.to(common)
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.dim())]  # (..., K) -> four dimensions
+        mask.expand(*q.shape[:3], k.size(2))  # raises where it does not broadcast
+    scale = q.size(-1) ** -0.5 if scale is None else scale
+    out, _ = fused_forward(q, k, v, scorer.b, scorer.n, mask, causal, scale, path)
+    return out.to(result)
+
+
+def _kernels(path, q, k, b, n, scale):
+    """The module that does the work: each has `forward` and `backward` as ssa_blockwise.py describes them."""
+    if path == "triton":
+        import ssa_triton  # only here, because triton is not installed everywhere
+        return ssa_triton
+    on_cpu = q.device.type == "cpu" and q.numel() and k.numel() and _why_not_cpu(q.dtype) is None
+    return ssa_cpu if on_cpu and ssa_cpu.suits(q, k, b, n, scale) else ssa_blockwise
+
+
+# torch.compile sees one opaque operator a direction, so the model around it compiles without a break.
+@torch.library.custom_op("ssa::fused_forward", mutates_args=())
+def fused_forward(q: Tensor, k: Tensor, v: Tensor, b: Tensor, n: Tensor, mask: Optional[Tensor], causal: bool,
+                  scale: float, path: str) -> Tuple[Tensor, Tensor]:
+    return _kernels(path, q, k, b, n, scale).forward(q, k, v, b, n, mask, causal, scale)
+
+
+@fused_forward.register_fake
+def _(q, k, v, b, n, mask, causal, scale, path):
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return empty_like_heads(v, q.size(1), q.size(2), v.size(3)), q.new_empty(q.shape[:3], dtype=wide)
+
+
+@torch.library.custom_op("ssa::fused_backward", mutates_args=())
+def fused_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, b: Tensor, n: Tensor,
+                   mask: Optional[Tensor], causal: bool, scale: float,
+                   path: str) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _kernels(path, q, k, b, n, scale).backward(dout, q, k, v, out, lse, b, n, mask, causal, scale)
+
+
+@fused_backward.register_fake
+def _(dout, q, k, v, out, lse, b, n, mask, causal, scale, path):
+    return *(empty_like_heads(x, *x.shape[1:]) for x in (q, k, v)), torch.empty_like(b), torch.empty_like(n)
+
+
+def _save(ctx, inputs, output):
+    q, k, v, b, n, mask, ctx.causal, ctx.scale, ctx.path = inputs
+    ctx.save_for_backward(q, k, v, *output, b, n, mask)
+
+
+def _grad(ctx, dout, _):
+    grads = fused_backward(dout, *ctx.saved_tensors, ctx.causal, ctx.scale, ctx.path)
+    return *grads, None, None, None, None
+
+
+def _no_second_grad(ctx, *_):
+    raise NotImplementedError("the fused SSA kernels have no second derivative; use path='plain'")
+
+
+fused_forward.register_autograd(_grad, setup_context=_save)
+fused_backward.register_autograd(_no_second_grad)
