@@ -14,10 +14,11 @@
 //     dt = P (dP - delta),   dz = dt n b / (1 + b|z|),   dn = sum dt t / n,   db = sum dz z / b
 //     dv = P^T dout,   dq = scale dz k,   dk = scale dz^T q
 //
-// Why there is no running maximum. ssa_cpu.py sends only heads with n log2(1 + b max|z|) <= 60, max|z| being bounded by
-// Cauchy-Schwarz, |z| <= scale |q| |k|. Growth is polynomial, so every head met in training is far below that, and then
-// 2^-60 <= p <= 2^60: no p overflows or fades to 0, nor does a sum of fewer than 2^60 of them. (Softmax has no such bound:
-// its t is z itself, and 2^z overflows at z = 128.) Other heads take the pure PyTorch version.
+// Why there is no running maximum. By Cauchy-Schwarz |z| <= scale |q| |k|, so with the longest q of a tile and the longest
+// k of the head, |t| <= n log2(1 + b scale max|q| max|k|). While that is at most 60, 2^-60 <= p <= 2^60: no p overflows or
+// fades to 0, nor does a sum of fewer than 2^60 of them. Growth is polynomial, so every head met in training is far below:
+// b = 1, n = 2 allow |z| up to a billion. (Softmax has no such bound: its t is z, and exp(z) overflows at z = 89.) Where a
+// tile is not `tame`, the functions below return 0 and ssa_flash.py takes the pure PyTorch version, which knows no limit.
 
 #include <cmath>
 #include <cstdint>
@@ -178,6 +179,21 @@ void matmul(char op_a, char op_b, int64_t m, int64_t n, int64_t k, const float* 
     sgemm_(&op_b, &op_a, &N, &M, &K, &one, b, &LDB, a, &LDA, &beta, c, &LDC);
 }
 
+float longest(const float* rows, int64_t count, int64_t width) {
+    float most = 0.0f;
+    for (int64_t i = 0; i < count; i++) {
+        float square = 0.0f;
+#pragma omp simd reduction(+ : square)
+        for (int64_t j = 0; j < width; j++) square += rows[i * width + j] * rows[i * width + j];
+        most = square <= most ? most : square;  // in this order, because a NaN must not be passed over
+    }
+    return std::sqrt(most);
+}
+
+inline bool tame(float b, float n, float longest_q, float longest_k) {
+    return n * std::log2(1.0f + b * longest_q * longest_k) <= 60.0f;  // false for inf and NaN
+}
+
 // How many of `cols` keys from key `j0` on query `i` may see: with causal, the last query sees the last key.
 inline int64_t visible(const Problem& p, int64_t i, int64_t j0, int64_t cols) {
     if (!p.causal) return cols;
@@ -197,18 +213,21 @@ const uint8_t* mask_row(const Problem& p, int64_t batch, int64_t head, int64_t i
 
 // ------------------------------------------------------------------------------------------------------- one head's work
 
-void forward_head(const Problem& p, int64_t batch, int64_t head, float* scratch) {
+// Each returns whether all was tame.
+
+bool forward_head(const Problem& p, int64_t batch, int64_t head, float* scratch) {
     const int64_t kv_head = head / (p.H / p.Hkv), D = p.D, Dv = p.Dv;
     float *k = scratch, *v = k + p.K * D, *q = v + p.K * Dv, *z = q + ROWS * D, *out = z + ROWS * COLS;
     load(p, p.k, batch, kv_head, 0, p.K, D, 1.0f, k);
     load(p, p.v, batch, kv_head, 0, p.K, Dv, 1.0f, v);
-    const float b = p.b[head], n = p.n[head];
+    const float b = p.b[head], n = p.n[head], longest_k = longest(k, p.K, D);
     float* lse = p.lse + (batch * p.H + head) * p.Q;
     uint8_t buffer[COLS];
 
     for (int64_t i0 = 0; i0 < p.Q; i0 += ROWS) {
         const int64_t rows = smaller(ROWS, p.Q - i0);
         load(p, p.q, batch, head, i0, rows, D, static_cast<float>(p.scale), q);
+        if (!tame(b, n, longest(q, rows, D), longest_k)) return false;
         std::memset(out, 0, rows * Dv * sizeof(float));
         double sum[ROWS] = {0};
         const int64_t end = visible(p, i0 + rows - 1, 0, p.K);  // the last query of the tile sees the most keys
@@ -231,10 +250,11 @@ void forward_head(const Problem& p, int64_t batch, int64_t head, float* scratch)
         }
         store(p, p.out, batch, head, i0, rows, Dv, 1.0f, out);
     }
+    return true;
 }
 
 // All query heads that share one key/value head, so that nobody else adds to its dk and dv.
-void backward_head(const Problem& p, int64_t batch, int64_t kv_head, float* scratch) {
+bool backward_head(const Problem& p, int64_t batch, int64_t kv_head, float* scratch) {
     const int64_t groups = p.H / p.Hkv, D = p.D, Dv = p.Dv;
     float *k = scratch, *v = k + p.K * D, *dk = v + p.K * Dv, *dv = dk + p.K * D, *q = dv + p.K * Dv;
     float *dq = q + ROWS * D, *dout = dq + ROWS * D, *out = dout + ROWS * Dv;
@@ -242,6 +262,7 @@ void backward_head(const Problem& p, int64_t batch, int64_t kv_head, float* scra
     load(p, p.k, batch, kv_head, 0, p.K, D, 1.0f, k);
     load(p, p.v, batch, kv_head, 0, p.K, Dv, 1.0f, v);
     std::memset(dk, 0, p.K * (D + Dv) * sizeof(float));  // and dv, which follows
+    const float longest_k = longest(k, p.K, D);
     uint8_t buffer[COLS];
 
     for (int64_t head = kv_head * groups; head < (kv_head + 1) * groups; head++) {
@@ -251,6 +272,7 @@ void backward_head(const Problem& p, int64_t batch, int64_t kv_head, float* scra
         for (int64_t i0 = 0; i0 < p.Q; i0 += ROWS) {
             const int64_t rows = smaller(ROWS, p.Q - i0);
             load(p, p.q, batch, head, i0, rows, D, static_cast<float>(p.scale), q);
+            if (!tame(b, n, longest(q, rows, D), longest_k)) return false;
             load(p, p.out, batch, head, i0, rows, Dv, 1.0f, out);
             load(p, p.dout, batch, head, i0, rows, Dv, 1.0f, dout);
             float delta[ROWS] = {0};
@@ -282,6 +304,7 @@ void backward_head(const Problem& p, int64_t batch, int64_t kv_head, float* scra
     }
     store(p, p.dk, batch, kv_head, 0, p.K, D, 1.0f, dk);
     store(p, p.dv, batch, kv_head, 0, p.K, Dv, 1.0f, dv);
+    return true;
 }
 
 }  // namespace
@@ -292,14 +315,20 @@ extern "C" int64_t ssa_scratch_size(int64_t K, int64_t D, int64_t Dv) {  // floa
     return 2 * K * (D + Dv) + 2 * ROWS * (D + Dv) + 2 * ROWS * COLS;
 }
 
-extern "C" void ssa_forward(const Problem* p) {
-#pragma omp parallel for schedule(dynamic) num_threads(p->threads)
+// Both return 1, or 0 if some tile was not tame; what they wrote is worthless then.
+
+extern "C" int ssa_forward(const Problem* p) {
+    int all = 1;
+#pragma omp parallel for schedule(dynamic) num_threads(p->threads) reduction(min : all)
     for (int64_t task = 0; task < p->B * p->H; task++)
-        forward_head(*p, task / p->H, task % p->H, p->scratch + p->scratch_size * omp_get_thread_num());
+        all &= forward_head(*p, task / p->H, task % p->H, p->scratch + p->scratch_size * omp_get_thread_num());
+    return all;
 }
 
-extern "C" void ssa_backward(const Problem* p) {
-#pragma omp parallel for schedule(dynamic) num_threads(p->threads)
+extern "C" int ssa_backward(const Problem* p) {
+    int all = 1;
+#pragma omp parallel for schedule(dynamic) num_threads(p->threads) reduction(min : all)
     for (int64_t task = 0; task < p->B * p->Hkv; task++)
-        backward_head(*p, task / p->Hkv, task % p->Hkv, p->scratch + p->scratch_size * omp_get_thread_num());
+        all &= backward_head(*p, task / p->Hkv, task % p->Hkv, p->scratch + p->scratch_size * omp_get_thread_num());
+    return all;
 }

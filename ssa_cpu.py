@@ -20,7 +20,6 @@ from ssa_blockwise import empty_like_heads
 
 SOURCE = Path(__file__).with_name("ssa_cpu.cpp")
 VECTORS = {"AVX2": ["-mavx2", "-mfma"], "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"]}
-TAME = 60.0  # the largest |t| in base 2 for which the kernel needs no running maximum; ssa_cpu.cpp has the proof
 
 
 # -------------------------------------------------------------------------------------------------- compiling, loading
@@ -69,7 +68,7 @@ def load():
     library.ssa_scratch_size.restype = ctypes.c_int64
     library.ssa_scratch_size.argtypes = [ctypes.c_int64] * 3
     for function in (library.ssa_forward, library.ssa_backward):
-        function.restype, function.argtypes = None, [ctypes.POINTER(Problem)]
+        function.restype, function.argtypes = ctypes.c_int, [ctypes.POINTER(Problem)]
     return library, None
 
 
@@ -95,28 +94,21 @@ class Problem(ctypes.Structure):
         ("scratch", ctypes.c_void_p), ("scratch_size", ctypes.c_int64)]
 
 
-def suits(q, k, b, n, scale):
-    """True if the kernel's arithmetic is proven safe: n log2(1 + b max|z|) <= 60, max|z| by Cauchy-Schwarz."""
-    longest = [torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax((0, 2)) for x in (q, k)]  # (H,), (Hkv,)
-    reach = longest[0] * longest[1].repeat_interleave(q.size(1) // k.size(1)) * abs(scale)
-    return bool((n * torch.log2(1 + b * reach) <= TAME).all())  # False for inf and NaN too
-
-
 def forward(q, k, v, b, n, mask, causal, scale):
-    """As ssa_blockwise.forward, for float32 and bfloat16."""
+    """As ssa_blockwise.forward, for float32 and bfloat16; None if the scores are too extreme for the kernel."""
     out = empty_like_heads(v, q.size(1), q.size(2), v.size(3))
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    _call("ssa_forward", q, k, v, b, n, mask, causal, scale, {"out": out}, {"lse": lse})
-    return out, lse
+    done = _call("ssa_forward", q, k, v, b, n, mask, causal, scale, {"out": out}, {"lse": lse})
+    return (out, lse) if done else None
 
 
 def backward(dout, q, k, v, out, lse, b, n, mask, causal, scale):
-    """As ssa_blockwise.backward, for float32 and bfloat16."""
+    """As ssa_blockwise.backward, for float32 and bfloat16; None if the scores are too extreme for the kernel."""
     dq, dk, dv = (empty_like_heads(x, *x.shape[1:]) for x in (q, k, v))
     db, dn = (torch.empty(q.shape[:2], dtype=torch.float64) for _ in range(2))  # one sum a (batch, head)
-    _call("ssa_backward", q, k, v, b, n, mask, causal, scale,
-          {"out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv}, {"lse": lse, "db": db, "dn": dn})
-    return dq, dk, dv, db.sum(0).float(), dn.sum(0).float()
+    done = _call("ssa_backward", q, k, v, b, n, mask, causal, scale,
+                 {"out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv}, {"lse": lse, "db": db, "dn": dn})
+    return (dq, dk, dv, db.sum(0).float(), dn.sum(0).float()) if done else None
 
 
 def _call(function, q, k, v, b, n, mask, causal, scale, tensors, arrays):
@@ -146,4 +138,4 @@ def _call(function, q, k, v, b, n, mask, causal, scale, tensors, arrays):
         wide = mask.expand(B, H, Q, K)  # a broadcast dimension gets stride 0
         problem.mask_batch, problem.mask_head, problem.mask_row, problem.mask_col = wide.stride()
     problem.scratch, problem.scratch_size = array(torch.empty(threads * size)), size
-    getattr(library, function)(ctypes.byref(problem))
+    return getattr(library, function)(ctypes.byref(problem))

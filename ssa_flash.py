@@ -125,20 +125,22 @@ def _fused(q, k, v, scorer, causal, mask, scale, path):
     return out.to(result)
 
 
-def _kernels(path, q, k, b, n, scale):
-    """The module that does the work: each has `forward` and `backward` as ssa_blockwise.py describes them."""
+def _run(direction, path, like, *operands):
+    """`forward` or `backward` along the path; ssa_blockwise.py describes what goes in and comes out."""
     if path == "triton":
         import ssa_triton  # only here, because triton is not installed everywhere
-        return ssa_triton
-    on_cpu = q.device.type == "cpu" and q.numel() and k.numel() and _why_not_cpu(q.dtype) is None
-    return ssa_cpu if on_cpu and ssa_cpu.suits(q, k, b, n, scale) else ssa_blockwise
+        return getattr(ssa_triton, direction)(*operands)
+    result = None
+    if like.device.type == "cpu" and _why_not_cpu(like.dtype) is None:
+        result = getattr(ssa_cpu, direction)(*operands)  # None where the scores are too extreme for it
+    return getattr(ssa_blockwise, direction)(*operands) if result is None else result
 
 
 # torch.compile sees one opaque operator a direction, so the model around it compiles without a break.
 @torch.library.custom_op("ssa::fused_forward", mutates_args=())
 def fused_forward(q: Tensor, k: Tensor, v: Tensor, b: Tensor, n: Tensor, mask: Optional[Tensor], causal: bool,
                   scale: float, path: str) -> Tuple[Tensor, Tensor]:
-    return _kernels(path, q, k, b, n, scale).forward(q, k, v, b, n, mask, causal, scale)
+    return _run("forward", path, q, q, k, v, b, n, mask, causal, scale)
 
 
 @fused_forward.register_fake
@@ -151,7 +153,7 @@ def _(q, k, v, b, n, mask, causal, scale, path):
 def fused_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, b: Tensor, n: Tensor,
                    mask: Optional[Tensor], causal: bool, scale: float,
                    path: str) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _kernels(path, q, k, b, n, scale).backward(dout, q, k, v, out, lse, b, n, mask, causal, scale)
+    return _run("backward", path, q, dout, q, k, v, out, lse, b, n, mask, causal, scale)
 
 
 @fused_backward.register_fake
