@@ -324,7 +324,7 @@ def make_scorer(name, n_head, **options):
 def _raw_parameter(value, n_head, trained):
     """(H,) parameter whose softplus is `value`; softplus(-100) is 0 to float32, the nearest that a float comes to 0."""
     raw = value + math.log(-math.expm1(-value)) if value > 0 else -100.0
-    return nn.Parameter(torch.full((n_head,), raw), requires_grad=trained)
+    return nn.Parameter(torch.full((n_head,), raw, dtype=torch.float32), requires_grad=trained)
 
 
 def _positive(raw):
@@ -385,3 +385,7 @@ def check_shapes(q, k, v, mask):
         raise ValueError(f"{shapes}: the {q.size(1)} query heads are not a multiple of the {k.size(1)} key/value heads")
     if mask is not None and mask.dtype != torch.bool:
         raise TypeError(f"the mask has dtype {mask.dtype}; it must be boolean, True where a query may attend")
+    if mask is not None:
+        full = (*q.shape[:3], k.size(2))  # (B, H, Q, K)
+        if mask.dim() > 4 or any(m not in (1, size) for m, size in zip(reversed(mask.shape), reversed(full))):
+            raise ValueError(f"the mask {tuple(mask.shape)} does not broadcast to (batch, heads, queries, keys) {full}")

@@ -102,6 +102,8 @@ def _sdpa(q, k, v, scorer, causal, mask, scale, dropout_p):
     is_causal = causal and mask is None and Q == K
     if causal and not is_causal:  # is_causal aligns the diagonal to the first key; a cache needs it at the last
         mask = end_aligned(Q, K, mask, q.device)
+    if mask is not None:
+        mask = torch.atleast_2d(mask)  # the kernel takes no mask of fewer dimensions
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
                                           enable_gqa=q.size(1) != k.size(1))
 

@@ -1,0 +1,134 @@
+"""What a run leaves on disk, and how it is trusted again.
+
+    config.json           flags, model shape, decisions, digest of the data      (checksum inside)
+    model.safetensors     the weights, loadable anywhere with strict=True        (checksum inside, over every tensor)
+    resume-00000200.pt    weights, optimiser and random state after step 200     (checksum beside it, in .sha256)
+
+A checkpoint counts only when its .sha256 file is there and fits, and that file is written last: so a process may be killed
+at any moment. The last two are kept. Nothing is unpickled except by torch.load(weights_only=True), after its checksum.
+"""
+
+import hashlib
+import io
+import json
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+
+from config import ModelConfig
+from files import read_json, sha256, write_atomically
+from flags import UserError
+from model import Transformer
+
+KEEP = 2
+
+
+# ------------------------------------------------------------------------------------------------------ model.safetensors
+
+def tensors_digest(tensors, about):
+    """sha256 over names, dtypes, shapes and bytes of a dict of CPU tensors, and over the dict of strings `about`."""
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode("utf-8"))
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode("utf-8"))
+        digest.update(tensor.flatten().view(torch.uint8).numpy())  # bytes, whatever the dtype
+    return digest.hexdigest()
+
+
+def save_model(path, model, step):
+    """Write the weights of a Transformer (the raw one, not its compiled wrapper) as safetensors."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    about = {"step": str(step)}
+    about["sha256"] = tensors_digest(tensors, about)
+    write_atomically(path, safetensors.torch.save(tensors, metadata=about))
+
+
+def load_tensors(path):
+    """The verified dict of tensors in a file that `save_model` wrote. Raises UserError for a missing or damaged one."""
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            about = dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; train the run to its first checkpoint, or name another folder") from None
+    except (safetensors.SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"{path}: is damaged ({error}); restore it, or train again") from None
+    if about.pop("sha256", None) != tensors_digest(tensors, about):
+        raise UserError(f"{path}: its checksum does not fit, so it is damaged; restore it, or train again")
+    return tensors
+
+
+def load_weights(model, tensors, path, skip=()):
+    """Load tensors strictly, except names that contain a part in `skip`. Raises UserError naming what does not fit."""
+    own = model.state_dict()
+    wanted = {name for name in own if not any(part in name for part in skip)}
+    given = {name for name in tensors if not any(part in name for part in skip)}
+    for name in sorted(wanted ^ given):
+        where = "lacks" if name in wanted else "has in excess"
+        raise UserError(f"{path}: {where} {name}, so its model has another shape; use the flags that it was trained with")
+    for name in sorted(wanted):
+        if own[name].shape != tensors[name].shape:
+            raise UserError(f"{path}: {name} is {tuple(tensors[name].shape)}, the model needs {tuple(own[name].shape)}; use "
+                            "the flags that it was trained with")
+    model.load_state_dict({name: tensors.get(name, own[name]) if name in wanted else own[name] for name in own}, strict=True)
+
+
+def load_run(folder, device="cpu"):
+    """(model, config): the trained Transformer of a run folder, in eval mode, and its config.json. Raises UserError."""
+    folder = Path(folder)
+    config = read_json(folder / "config.json", "name a run folder that a trainer of this project wrote")
+    try:
+        model = Transformer(ModelConfig.from_dict(config["model"]))
+    except (KeyError, ValueError) as error:
+        raise UserError(f"{folder / 'config.json'}: {error}; it was written by another version") from None
+    load_weights(model, load_tensors(folder / "model.safetensors"), folder / "model.safetensors")
+    return model.to(device).eval(), config
+
+
+# ------------------------------------------------------------------------------------------------------------ checkpoints
+
+def _checkpoint_path(folder, step):
+    return Path(folder) / f"resume-{step:08d}.pt"
+
+
+def _checksum_path(path):
+    return path.with_name(path.name + ".sha256")  # as `sha256sum` writes it, so `sha256sum -c` can check it too
+
+
+def save_checkpoint(folder, step, model, state):
+    """Write checkpoint `step` (state: what `load_checkpoint` shall return) and the model; drop all but the last two."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    path = _checkpoint_path(folder, step)
+    write_atomically(path, buffer.getvalue())
+    write_atomically(_checksum_path(path), f"{sha256(buffer.getvalue())}  {path.name}\n".encode("utf-8"))
+    save_model(Path(folder) / "model.safetensors", model, step)
+    for old in sorted(Path(folder).glob("resume-*.pt"))[:-KEEP]:
+        _checksum_path(old).unlink(missing_ok=True)  # first: without it the checkpoint no longer counts
+        old.unlink(missing_ok=True)
+
+
+def load_checkpoint(folder):
+    """(step, state, complaints) of the newest whole checkpoint; (0, None, complaints) where there is none yet.
+
+    complaints: a line for every newer checkpoint that is damaged. Raises UserError when all that there are are damaged.
+    """
+    complaints = []
+    for path in sorted(Path(folder).glob("resume-*.pt"), reverse=True):
+        checksum = _checksum_path(path)
+        if not checksum.exists():
+            continue  # the process died between the two files: the one before is the last that was promised
+        content = path.read_bytes()
+        if checksum.read_bytes().split()[:1] != [sha256(content).encode("ascii")]:
+            complaints.append(f"{path}: its checksum does not fit, so it is damaged")
+            continue
+        try:
+            state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            return int(state["step"]), state, complaints
+        except Exception as error:  # whatever a foreign file makes torch.load raise: it is refused, with its reason
+            complaints.append(f"{path}: is not a checkpoint of this program ({type(error).__name__})")
+    if complaints:
+        raise UserError("; ".join(complaints) + "; no whole checkpoint is left: start anew with --overwrite")
+    return 0, None, complaints

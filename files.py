@@ -1,0 +1,56 @@
+"""Files that are whole or absent: atomic writing, and JSON that carries its own checksum."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from flags import UserError
+
+LARGEST_JSON = 64 * 2**20  # bytes: nothing this project writes comes near it, so a larger file is not ours
+
+
+def write_atomically(path, content):
+    """Write bytes so that `path` is at any moment the old file or the whole new one, also after a power cut."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"{path}: cannot be written ({error.strerror}); free some space or choose another folder") from None
+
+
+def sha256(content):
+    return hashlib.sha256(content).hexdigest()
+
+
+def _canonical(values):
+    return json.dumps(values, sort_keys=True, ensure_ascii=True).encode("utf-8")
+
+
+def write_json(path, values):
+    """Write a dict as JSON, its checksum in the field "sha256"."""
+    sealed = {**values, "sha256": sha256(_canonical(values))}
+    write_atomically(path, (json.dumps(sealed, indent=2, ensure_ascii=False) + "\n").encode("utf-8"))
+
+
+def read_json(path, remedy):
+    """The dict that `write_json` wrote. Raises UserError, ending in `remedy`, for a file missing, damaged or too large."""
+    path = Path(path)
+    try:
+        if path.stat().st_size > LARGEST_JSON:
+            raise UserError(f"{path}: larger than {LARGEST_JSON} bytes, so this program did not write it; {remedy}")
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {remedy}") from None
+    except (ValueError, RecursionError):
+        raise UserError(f"{path}: is not JSON, so it is damaged; {remedy}") from None
+    checksum = values.pop("sha256", None) if isinstance(values, dict) else None
+    if checksum is None or checksum != sha256(_canonical(values)):
+        raise UserError(f"{path}: its checksum does not fit, so it was changed or damaged; {remedy}")
+    return values

@@ -1,0 +1,340 @@
+"""What every trainer needs once: the decisions about this machine, the run folder, the optimiser, signals, metrics.
+
+Decisions (device, dtype, threads, micro-batch, compile, path) are taken once, printed a line each, written to config.json,
+and reused when the run is resumed, so that a resumed run computes what the undisturbed one would have.
+"""
+
+import io
+import json
+import math
+import os
+import shutil
+import signal
+import statistics
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+import ssa_flash
+from files import write_atomically, write_json
+from flags import UserError, flag
+
+# Dense bf16 (and TF32 as PyTorch uses it for float32: not set here, so float32 has no entry) matrix peaks in FLOP/s, from
+# the makers' data sheets. MFU is reported on these devices only.
+PEAK_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "4090": 165e12}
+
+RUN_FILES = ("config.json", "model.safetensors", "metrics.jsonl", "summary.json", "loss.png", "sample.txt")
+
+
+# -------------------------------------------------------------------------------------------------------------- decisions
+
+def decide(flags, model, saved=None):
+    """The decisions of this run, as a dict of name -> value, each printed with its reason; `saved`: reuse these instead.
+
+    Raises UserError where a flag asks for what this machine cannot do.
+    """
+    if saved:
+        decisions = dict(saved)
+        _require_device(decisions["device"], "the run was started on it; resume it there")
+        print(f"decided when the run began: {', '.join(f'{k} {v}' for k, v in decisions.items())}")
+        torch.set_num_threads(decisions["threads"])
+        return decisions
+    decisions, reasons = {}, {}
+    decisions["device"], reasons["device"] = _pick_device(flags.device)
+    if flags.threads:
+        torch.set_num_threads(flags.threads)
+    decisions["threads"], reasons["threads"] = torch.get_num_threads(), "--threads" if flags.threads else "PyTorch's choice"
+    decisions["micro_batch"], reasons["micro_batch"] = _pick_micro_batch(flags, model.config, decisions["device"])
+    decisions["dtype"], reasons["dtype"] = _pick_dtype(flags.dtype, decisions, model.config)
+    decisions["path"], reasons["path"] = _pick_path(flags, decisions, model)
+    decisions["compile"], reasons["compile"] = _pick_compile(flags, decisions)
+    for name, value in decisions.items():
+        print(f"{name}: {value} ({reasons[name]})")
+    return decisions
+
+
+def _require_device(device, remedy):
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not available[device]:
+        raise UserError(f"--device={device}: this machine or this PyTorch has none; {remedy}")
+
+
+def _pick_device(wanted):
+    if wanted != "auto":
+        _require_device(wanted, "use --device=auto")
+        return wanted, "--device"
+    if torch.cuda.is_available():
+        return "cuda", torch.cuda.get_device_name()
+    if torch.backends.mps.is_available():
+        return "mps", "no CUDA GPU, but Apple's Metal"
+    return "cpu", "no GPU found"
+
+
+def _pick_micro_batch(flags, model, device):
+    if flags.micro_batch:
+        return flags.micro_batch, "--micro-batch"
+    # About 16k tokens fill a GPU and 8k the caches and cores of a CPU; more only costs memory.
+    most = max(1, (16384 if device == "cuda" else 8192) // model.context)
+    size = max(d for d in range(1, flags.batch_size + 1) if flags.batch_size % d == 0 and d <= most)
+    return size, f"{flags.batch_size // size} a step"
+
+
+def _pick_dtype(wanted, decisions, model):
+    if wanted != "auto":
+        return wanted, "--dtype"
+    if decisions["device"] == "mps":
+        return "float32", "the safe choice on Metal"
+    rows = min(decisions["micro_batch"] * model.context, 4096)
+
+    def seconds(dtype):  # the feed-forward product of this model, the median of five after a warm-up
+        a = torch.randn(rows, model.n_embd, device=decisions["device"], dtype=dtype)
+        b = torch.randn(model.n_embd, model.n_ff, device=decisions["device"], dtype=dtype)
+        times = []
+        for _ in range(6):
+            start = time.perf_counter()
+            (a @ b).sum().item()  # item() waits for a GPU
+            times.append(time.perf_counter() - start)
+        return statistics.median(times[1:])
+
+    ratio = seconds(torch.float32) / seconds(torch.bfloat16)
+    # Autocast pays for its casts, so bf16 must win clearly in the product alone to win in the model.
+    return ("bfloat16" if ratio > 1.5 else "float32"), f"a bfloat16 product runs at {ratio:.2f} times the speed of float32"
+
+
+def _pick_path(flags, decisions, model):
+    config, scorer = model.config, model.scorers()[0]
+    shape = (decisions["micro_batch"], config.n_head, config.context, config.head_dim)
+    if flags.path != "auto":
+        reason = ssa_flash.why_not(flags.path, scorer)
+        if reason:
+            raise UserError(f"--path={flags.path}: {reason}; use --path=auto")
+        return flags.path, "--path"
+    return ssa_flash.pick_path(torch.device(decisions["device"]), getattr(torch, decisions["dtype"]), scorer, shape,
+                               config.dropout)
+
+
+def _pick_compile(flags, decisions):
+    compiler = decisions["device"] != "cpu" or os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if flags.compile == "on" and not compiler:
+        raise UserError("--compile=on: no C++ compiler was found; install g++ or clang++, or use --compile=off")
+    if flags.compile != "auto":
+        return flags.compile, "--compile"
+    if decisions["device"] == "cuda":
+        return "on", "fuses what surrounds the matrix products"
+    if decisions["device"] == "mps":
+        return "off", "not dependable on Metal"
+    if decisions["path"] != "plain":
+        return "off", "a fused path gains little from it on a CPU"
+    if not compiler:
+        return "off", "no C++ compiler found"
+    if flags.steps < 300:
+        return "off", "too few steps to earn back the compilation"
+    return "on", "fuses the passes of the plain path over the scores"
+
+
+def compiled(model, decisions):
+    """The function to train with: the model itself, or its compiled wrapper. Save the model, never the wrapper."""
+    return torch.compile(model, dynamic=False) if decisions["compile"] == "on" else model
+
+
+def autocast(decisions):
+    """The context in which the forward pass runs."""
+    return torch.autocast(decisions["device"], dtype=torch.bfloat16, enabled=decisions["dtype"] == "bfloat16")
+
+
+def peak_flops(decisions):
+    """This device's peak in FLOP/s in the run's dtype, or None where it is not known."""
+    if decisions["device"] != "cuda" or decisions["dtype"] != "bfloat16":
+        return None
+    name = torch.cuda.get_device_name()
+    return next((peak for part, peak in PEAK_BF16.items() if part in name), None)
+
+
+# -------------------------------------------------------------------------------------------------------------- run folder
+
+def open_run(flags, saved):
+    """Make the run folder, or say why not: an existing run is kept unless --overwrite. Nothing is deleted but a run's files."""
+    folder = Path(flags.out)
+    if saved:
+        return folder
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"--out={flags.out}: is a file; name a folder")
+        content = [p.name for p in folder.iterdir()] if folder.exists() else []
+        if "config.json" in content and not flags.overwrite:
+            raise UserError(f"--out={flags.out}: holds a run already; continue it with --resume, replace it with --overwrite, "
+                            "or choose another folder")
+        ours = [name for name in content if name in RUN_FILES or name.startswith("resume-")]
+        if len(ours) < len(content) and "config.json" not in content:
+            raise UserError(f"--out={flags.out}: is not empty and not a run folder; choose another folder")
+        for name in ours:
+            (folder / name).unlink()
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    except OSError as error:
+        raise UserError(f"--out={flags.out}: cannot be written ({error.strerror}); choose another folder") from None
+
+
+def write_config(folder, flags, model, decisions, **more):
+    """config.json: everything that made this run, enough to load its model and to repeat it."""
+    write_json(folder / "config.json", dict(flags=asdict(flags), model=model.config.to_dict(), decisions=decisions,
+                                            torch=torch.__version__, **more))
+
+
+# --------------------------------------------------------------------------------------------------------------- optimiser
+
+def make_optimizer(model, flags):
+    """AdamW that decays the matrices of linear layers alone: not norms, embeddings, biases, nor a scorer's b, n, tau."""
+    decay, rest = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            matrix = name.endswith(("qkv.weight", "proj.weight", "up.weight", "read_in.weight", "read_out.weight"))
+            (decay if matrix else rest).append(parameter)
+    groups = [dict(params=decay, weight_decay=flags.weight_decay), dict(params=rest, weight_decay=0.0)]
+    return torch.optim.AdamW(groups, lr=flags.lr, betas=(0.9, flags.beta2), fused=True)
+
+
+def learning_rate(step, flags):
+    """Of the step-th update, counted from 0: a line up to lr over `warmup` updates, then a cosine down to min_lr."""
+    if step < flags.warmup:
+        return flags.lr * (step + 1) / flags.warmup
+    progress = (step - flags.warmup) / max(1, flags.steps - flags.warmup)
+    return flags.min_lr + (flags.lr - flags.min_lr) * (1 + math.cos(math.pi * progress)) / 2
+
+
+# ---------------------------------------------------------------------------------------------------- the scorer in effect
+
+def require_scorer_in_effect(model):
+    """After the first backward pass: stop unless every trained scorer parameter has a gradient that is finite and not 0.
+
+    A model that computes softmax under the name of SSA trains as well as any, and nobody notices; its b and n have no
+    gradient. (The published code of the paper does just that on recent PyTorch.)
+    """
+    for layer, scorer in enumerate(model.scorers()):
+        for name, parameter in scorer.named_parameters():
+            if parameter.requires_grad and (parameter.grad is None or not parameter.grad.isfinite().all()
+                                            or not parameter.grad.any()):
+                gradient = None if parameter.grad is None else parameter.grad.tolist()
+                raise SystemExit(f"error: layer {layer}, {type(scorer).__name__}.{name}: its gradient is {gradient}, so the "
+                                 "scorer is not in effect; this is a defect of the program, please report it")
+
+
+def require_finite_weights(model, step):
+    """Stop rather than write a checkpoint that holds inf or NaN."""
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise SystemExit(f"error: step {step}: {name} is no longer finite; stopped, the last checkpoint is kept; try a "
+                             "smaller --lr")
+
+
+def scorer_values(model):
+    """The scorers' scalars by name, layer and head, such as {"b": [[...], ...], "n": [[...], ...]}; {} where there are none."""
+    values = {}
+    for scorer in model.scorers():
+        for raw, _ in scorer.named_parameters():
+            name = raw.removeprefix("raw_")
+            values.setdefault(name, []).append([round(x, 8) for x in getattr(scorer, name).tolist()])
+    return values
+
+
+def largest_change(before, after):
+    """{"b": the largest |change| over layers and heads, ...} between two results of `scorer_values`."""
+    return {name: max(abs(x - y) for xs, ys in zip(before[name], after[name]) for x, y in zip(xs, ys)) for name in after}
+
+
+# ----------------------------------------------------------------------------------------------- random state and signals
+
+def random_state(device):
+    """What dropout draws from; batches and samples have generators of their own."""
+    return {"cpu": torch.get_rng_state(), **({"cuda": torch.cuda.get_rng_state()} if device == "cuda" else {})}
+
+
+def set_random_state(state, device):
+    torch.set_rng_state(state["cpu"])
+    if device == "cuda":
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+class Interrupted:
+    """True once SIGINT or SIGTERM has come: the loop saves and leaves. A second one ends the program at once."""
+
+    def __init__(self):
+        self.signal = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._remember)
+
+    def _remember(self, number, frame):
+        self.signal = signal.Signals(number).name
+        signal.signal(number, signal.SIG_DFL)
+
+    def __bool__(self):
+        return self.signal is not None
+
+
+# ---------------------------------------------------------------------------------------------------------------- metrics
+
+class Metrics:
+    """metrics.jsonl, one JSON object a line; opened at a step, the lines after it (of a run that was killed) are cut off."""
+
+    def __init__(self, folder, step):
+        self.path = folder / "metrics.jsonl"
+        kept = [line for line in read_metrics(self.path) if line["step"] <= step] if step else []
+        write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept).encode("utf-8"))
+        self.file = open(self.path, "a", encoding="utf-8")
+
+    def write(self, **values):
+        try:
+            self.file.write(json.dumps(values) + "\n")
+            self.file.flush()
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be written ({error.strerror}); free some space, then --resume") from None
+
+    def sync(self):
+        """Put the lines on disk; called before a checkpoint, which must never be ahead of them."""
+        os.fsync(self.file.fileno())
+
+
+def read_metrics(path):
+    """The whole lines of a metrics.jsonl; a last line that a kill cut short is left out, and nothing after it is read."""
+    lines = []
+    if path.exists():
+        for line in path.read_bytes().splitlines(keepends=True):
+            try:
+                values = json.loads(line)
+            except ValueError:
+                break
+            if not line.endswith(b"\n") or not isinstance(values, dict) or "step" not in values:
+                break
+            lines.append(values)
+    return lines
+
+
+def plot_loss(folder, baseline=None):
+    """loss.png from metrics.jsonl: training loss of every step, evaluations, and the unigram baseline, in nats a token."""
+    import matplotlib
+    matplotlib.use("Agg")  # no screen needed
+    import matplotlib.pyplot as plt
+
+    lines = read_metrics(folder / "metrics.jsonl")
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    steps = [m for m in lines if "loss" in m]
+    axes.plot([m["step"] for m in steps], [m["loss"] for m in steps], lw=0.6, alpha=0.6, label="training batch")
+    for name in ("val", "ood"):
+        points = [(m["step"], m[f"{name}_loss"]) for m in lines if f"{name}_loss" in m]
+        if points:
+            axes.plot(*zip(*points), marker="o", ms=3, label=name)
+    if baseline is not None:
+        axes.axhline(baseline, color="grey", ls="--", lw=1, label="unigram baseline (val)")
+    axes.set(xlabel="step", ylabel="loss (nats a token)")
+    axes.legend()
+    buffer = io.BytesIO()
+    figure.savefig(buffer, dpi=120, format="png")
+    plt.close(figure)
+    write_atomically(folder / "loss.png", buffer.getvalue())
+
+
+def resume_command(script, flags):
+    """The command that continues this run."""
+    return f"python {script} {flag('out')}={flags.out} --resume"
