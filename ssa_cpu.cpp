@@ -7,9 +7,9 @@
 //
 //     z = scale q k^T                                     BLAS
 //     t = sgn(z) n log2(1 + b|z|),   p = 2^t              one vectorised loop, no call to the maths library
-//     out = sum p v / sum p,   lse = log2(sum p)          BLAS, and one division a row
+//     out = sum p v / sum p,   lse = log(sum p)           BLAS, and one division a row
 //
-// and backwards, with P = 2^(t - lse), dP = dout v^T and delta = rowsum(dout * out) = rowsum(P dP):
+// and backwards, with P = 2^(t - lse / log 2), dP = dout v^T and delta = rowsum(dout * out) = rowsum(P dP):
 //
 //     dt = P (dP - delta),   dz = dt n b / (1 + b|z|),   dn = sum dt t / n,   db = sum dz z / b
 //     dv = P^T dout,   dq = scale dz k,   dk = scale dz^T q
@@ -40,23 +40,18 @@ struct Tensor4 {
     int64_t batch, head, row;
 };
 
-}  // namespace
-
-extern "C" struct Problem {  // ssa_cpu.py mirrors it field by field
+struct Problem {  // ssa_cpu.py fills it in, in this order
     int64_t B, H, Hkv, Q, K, D, Dv;
-    int64_t bfloat16, causal, threads;
-    double scale;
-    Tensor4 q, k, v, out, dout, dq, dk, dv;
-    const float *b, *n;         // (H,)
-    float* lse;                 // (B, H, Q), base 2
-    double *db, *dn;            // (B, H)
-    const uint8_t* mask;        // null, or (B, H, Q, K) through the strides below, 0 where one is broadcast
+    int64_t bfloat16, causal, threads, scratch_size;
+    const float *b, *n;    // (H,)
+    float* lse;            // (B, H, Q)
+    double* sums;          // (2, B, H): what b's and n's gradients sum up to
+    const uint8_t* mask;   // null, or (B, H, Q, K) through these strides, 0 where a dimension is broadcast
+    float* scratch;        // `threads` times scratch_size floats
     int64_t mask_batch, mask_head, mask_row, mask_col;
-    float* scratch;             // `threads` times scratch_size floats
-    int64_t scratch_size;
+    Tensor4 q, k, v, out, dout, dq, dk, dv;
+    double scale;
 };
-
-namespace {
 
 // ------------------------------------------------------------------------------------------------------ the elementwise
 
@@ -246,7 +241,7 @@ bool forward_head(const Problem& p, int64_t batch, int64_t head, float* scratch)
         for (int64_t r = 0; r < rows; r++) {
             const float inverse = sum[r] > 0 ? 1.0 / sum[r] : 0.0f;  // a row that sees nothing is all 0
             for (int64_t d = 0; d < Dv; d++) out[r * Dv + d] *= inverse;
-            lse[i0 + r] = sum[r] > 0 ? std::log2(sum[r]) : 0.0f;
+            lse[i0 + r] = sum[r] > 0 ? std::log(sum[r]) : 0.0f;  // base e, as in the other kernels
         }
         store(p, p.out, batch, head, i0, rows, Dv, 1.0f, out);
     }
@@ -286,9 +281,10 @@ bool backward_head(const Problem& p, int64_t batch, int64_t kv_head, float* scra
                 matmul('N', 'T', rows, cols, Dv, dout, Dv, v + j0 * Dv, Dv, 0.0f, dp, COLS);
                 for (int64_t r = 0; r < rows; r++) {
                     float *row = z + r * COLS, *drow = dp + r * COLS;
+                    const float lse2 = lse[i0 + r] * 1.44269504f;  // in base 2
                     const int64_t count = visible(p, i0 + r, j0, cols);
                     const uint8_t* allowed = mask_row(p, batch, head, i0 + r, j0, count, buffer);
-                    (allowed ? weigh_backward<true> : weigh_backward<false>)(row, drow, count, b, n, lse[i0 + r],
+                    (allowed ? weigh_backward<true> : weigh_backward<false>)(row, drow, count, b, n, lse2,
                                                                              delta[r], allowed, dn, db);
                     std::memset(row + count, 0, (cols - count) * sizeof(float));
                     std::memset(drow + count, 0, (cols - count) * sizeof(float));
@@ -299,8 +295,8 @@ bool backward_head(const Problem& p, int64_t batch, int64_t kv_head, float* scra
             }
             store(p, p.dq, batch, head, i0, rows, D, static_cast<float>(p.scale), dq);
         }
-        p.dn[batch * p.H + head] = dn * 0.69314718055994531;  // log 2: t was counted in base 2
-        p.db[batch * p.H + head] = db / b;
+        p.sums[batch * p.H + head] = db / b;
+        p.sums[(p.B + batch) * p.H + head] = dn * 0.69314718055994531;  // log 2: t was counted in base 2
     }
     store(p, p.dk, batch, kv_head, 0, p.K, D, 1.0f, dk);
     store(p, p.dv, batch, kv_head, 0, p.K, Dv, 1.0f, dv);

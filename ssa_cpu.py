@@ -10,6 +10,7 @@ import functools
 import hashlib
 import os
 import shutil
+import struct
 import subprocess
 import tempfile
 from pathlib import Path
@@ -68,7 +69,7 @@ def load():
     library.ssa_scratch_size.restype = ctypes.c_int64
     library.ssa_scratch_size.argtypes = [ctypes.c_int64] * 3
     for function in (library.ssa_forward, library.ssa_backward):
-        function.restype, function.argtypes = ctypes.c_int, [ctypes.POINTER(Problem)]
+        function.restype, function.argtypes = ctypes.c_int, [ctypes.c_char_p]
     return library, None
 
 
@@ -79,63 +80,36 @@ def why_not():
 
 # -------------------------------------------------------------------------------------------------------- calling
 
-class Tensor4(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("batch", "head", "row"))]
-
-
-class Problem(ctypes.Structure):
-    """The struct Problem of ssa_cpu.cpp, field by field."""
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("B", "H", "Hkv", "Q", "K", "D", "Dv", "bfloat16", "causal", "threads")),
-        ("scale", ctypes.c_double),
-        *((name, Tensor4) for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")),
-        *((name, ctypes.c_void_p) for name in ("b", "n", "lse", "db", "dn", "mask")),
-        *((name, ctypes.c_int64) for name in ("mask_batch", "mask_head", "mask_row", "mask_col")),
-        ("scratch", ctypes.c_void_p), ("scratch_size", ctypes.c_int64)]
-
-
 def forward(q, k, v, b, n, mask, causal, scale):
     """As ssa_blockwise.forward, for float32 and bfloat16; None if the scores are too extreme for the kernel."""
     out = empty_like_heads(v, q.size(1), q.size(2), v.size(3))
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    done = _call("ssa_forward", q, k, v, b, n, mask, causal, scale, {"out": out}, {"lse": lse})
+    done = _call("ssa_forward", q, k, v, b, n, mask, causal, scale, [out], lse)
     return (out, lse) if done else None
 
 
 def backward(dout, q, k, v, out, lse, b, n, mask, causal, scale):
     """As ssa_blockwise.backward, for float32 and bfloat16; None if the scores are too extreme for the kernel."""
     dq, dk, dv = (empty_like_heads(x, *x.shape[1:]) for x in (q, k, v))
-    db, dn = (torch.empty(q.shape[:2], dtype=torch.float64) for _ in range(2))  # one sum a (batch, head)
-    done = _call("ssa_backward", q, k, v, b, n, mask, causal, scale,
-                 {"out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv}, {"lse": lse, "db": db, "dn": dn})
-    return (dq, dk, dv, db.sum(0).float(), dn.sum(0).float()) if done else None
+    sums = torch.empty(2, *q.shape[:2], dtype=torch.float64)  # b's and n's, one a (batch, head)
+    done = _call("ssa_backward", q, k, v, b, n, mask, causal, scale, [out, dout, dq, dk, dv], lse, sums)
+    return (dq, dk, dv, *(x.sum(0).float() for x in sums)) if done else None
 
 
-def _call(function, q, k, v, b, n, mask, causal, scale, tensors, arrays):
+def _call(function, q, k, v, b, n, mask, causal, scale, tensors, lse, sums=None):
+    """Fill in the struct Problem of ssa_cpu.cpp, field by field in its order (each takes 8 bytes), and run."""
     library, reason = load()
     if reason:
         raise RuntimeError(f"the CPU kernel cannot run: {reason}")
     (B, H, Q, D), (_, Hkv, K, Dv), threads = q.shape, v.shape, torch.get_num_threads()
     size = library.ssa_scratch_size(K, D, Dv)
-    keep = []  # whatever the struct points to must outlive the call
-
-    def rows(x):
-        keep.append(x if x.stride(3) == 1 else x.contiguous())
-        return Tensor4(keep[-1].data_ptr(), *keep[-1].stride()[:3])
-
-    def array(x):
-        keep.append(x.contiguous())
-        return keep[-1].data_ptr()
-
-    problem = Problem(B, H, Hkv, Q, K, D, Dv, q.dtype == torch.bfloat16, causal, threads, scale)
-    for name, tensor in {"q": q, "k": k, "v": v, **tensors}.items():
-        setattr(problem, name, rows(tensor))
-    for name, tensor in {"b": b, "n": n, **arrays}.items():
-        setattr(problem, name, array(tensor))
-    if mask is not None:
-        keep.append(mask)
-        problem.mask = mask.data_ptr()
-        wide = mask.expand(B, H, Q, K)  # a broadcast dimension gets stride 0
-        problem.mask_batch, problem.mask_head, problem.mask_row, problem.mask_col = wide.stride()
-    problem.scratch, problem.scratch_size = array(torch.empty(threads * size)), size
-    return getattr(library, function)(ctypes.byref(problem))
+    arrays = [b.contiguous(), n.contiguous(), lse, sums, mask, torch.empty(threads * size)]
+    tensors = [x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v, *tensors)]
+    fields = [B, H, Hkv, Q, K, D, Dv, q.dtype == torch.bfloat16, causal, threads, size]
+    for x in arrays:
+        fields.append(0 if x is None else x.data_ptr())
+    fields += (0, 0, 0, 0) if mask is None else mask.expand(B, H, Q, K).stride()  # 0 where a dimension is broadcast
+    for x in tensors:
+        fields += x.data_ptr(), *x.stride()[:3]
+    fields += [0] * (4 * (8 - len(tensors)))  # forward has no gradients
+    return getattr(library, function)(struct.pack(f"{len(fields)}qd", *fields, scale))
