@@ -11,6 +11,8 @@
 is no path that skips the scorer: a path that cannot run a scorer is refused with the reason, never replaced.
 """
 
+import importlib.util
+import os
 from typing import Optional, Tuple
 
 import torch
@@ -23,6 +25,7 @@ from ssa import SSA, Softmax, Temperature, attention, check_shapes, end_aligned
 from ssa_blockwise import empty_like_heads
 
 PATHS = ("plain", "sdpa", "blockwise", "triton")
+LONG = 2048  # keys from which on, without a compiled kernel, plain's memory grows costlier than tiles in PyTorch
 
 
 def why_not(path, scorer, device=None, dropout_p=0.0):
@@ -52,11 +55,14 @@ def pick_path(device, dtype, scorer, shape, dropout_p=0.0):
     if dtype == torch.float64:
         return "plain", "float64 is for checking, and this path is what is checked against"
     device = torch.device(device).type
-    if _why_not_triton(device) is None:
+    if device == "cuda" and _why_not_triton(device) is None:
         return "triton", "the fused kernel for SSA on CUDA"
     if device == "cpu" and _why_not_cpu(dtype) is None:
-        return "blockwise", "the compiled CPU kernel"
-    return "plain", "TODO"
+        return "blockwise", "the compiled CPU kernel, faster than the plain path at every length"
+    reason = _why_not_cpu(dtype) if device == "cpu" else f"no kernel for {device}"
+    if shape[2] > LONG:
+        return "blockwise", f"in PyTorch ({reason}), because plain would keep {shape[2]} scores a query"
+    return "plain", reason
 
 
 def _why_not_cpu(dtype):
@@ -71,7 +77,10 @@ def _kernel_reason():
 
 
 def _why_not_triton(device):
-    return "TODO"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # then it runs on a CPU, for tests
+    return None if interpreted or device == "cuda" else f"its kernels need CUDA, not {device}"
 
 
 def attend(q, k, v, scorer, *, causal=False, mask=None, scale=None, dropout_p=0.0, path="auto"):

@@ -9,8 +9,8 @@ log2 x in hardware:
 
 The forward kernel gives a program BLOCK_M queries, which walk over all keys they may see with a running maximum. Backward
 needs sums over keys (dq) and sums over queries (dk, dv): two kernels, each of which recomputes z, so that no program ever
-adds to another's result. b and n are numbers of a head, so their gradients are sums over a head's scores: each program of
-the dq kernel writes its own partial sum, and PyTorch adds those up. No atomics, hence the same bits every time.
+adds to another's result. b and n are numbers of a head, so their gradients are sums over a head's scores: the dq kernel
+writes one sum a query, and PyTorch adds those up. No atomics, hence the same bits every time.
 
 TRITON_INTERPRET=1 (set before the import) runs all this on a CPU, slowly, for the tests. The interpreter's bf16 product is
 wrong, so there bf16 is widened first: what bf16 tensor cores make of it only a GPU can show.
@@ -21,11 +21,11 @@ import os
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 from ssa_blockwise import empty_like_heads
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-SMALLEST_M = 16 if INTERPRETED else 64  # the smallest BLOCK_M in the lists of dq_kernel below
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 
@@ -42,16 +42,16 @@ def tuned(*tiles):
 @triton.jit
 def of_head(pointer, strides, batch, head):
     """Where a tensor (B, H, ...) keeps this head; strides: of every dimension but the last, or of all for a mask."""
-    return pointer + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+    return pointer + batch.to(tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
 
 
 @triton.jit
-def load_rows(pointer, strides, rows, count, width, WIDTH: tl.constexpr, WIDEN: tl.constexpr):
+def load_rows(pointer, strides, rows, count, width, WIDTH: tl.constexpr):
     """`rows` of a (count, width) matrix -> (len(rows), WIDTH), zeros beyond the matrix."""
     cols = tl.arange(0, WIDTH)
     inside = (rows[:, None] < count) & (cols[None, :] < width)
     x = tl.load(pointer + rows[:, None].to(tl.int64) * strides[2] + cols[None, :], mask=inside, other=0.0)
-    return x.to(tl.float32) if WIDEN else x
+    return x.to(tl.float32) if INTERPRETED else x
 
 
 @triton.jit
@@ -68,11 +68,17 @@ def product(a, b):
 
 
 @triton.jit
+def log2(x):
+    """The hardware's, absolute error 2^-22; tl.log2 is a polynomial in software, which costs several times as much."""
+    return tl.log2(x) if INTERPRETED else libdevice.fast_log2f(x)
+
+
+@triton.jit
 def signed_log2(z, b):
     """sgn(z) log2(1 + b|z|). Where b|z| would overflow, the 1 is far below rounding, and log2 b + log2|z| is exact."""
     size = tl.abs(z)
     far = b * size > 1e30
-    log = tl.log2(tl.where(far, size, 1.0 + b * size)) + tl.where(far, tl.log2(b), 0.0)
+    log = log2(tl.where(far, size, 1.0 + b * size)) + tl.where(far, log2(b), 0.0)
     return tl.where(z < 0, -log, log)
 
 
@@ -105,7 +111,7 @@ def backward_tile(q, k, v, dout, lse, delta, b, n, scale, allowed):
 @tuned((128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (64, 32, 4, 3))
 @triton.jit
 def forward_kernel(q, k, v, out, lse, b, n, mask, q_s, k_s, v_s, out_s, mask_s, scale, H, Hkv, Q, K, D, DV,
-                   CAUSAL: tl.constexpr, MASKED: tl.constexpr, WIDEN: tl.constexpr, WIDTH: tl.constexpr,
+                   CAUSAL: tl.constexpr, MASKED: tl.constexpr, WIDTH: tl.constexpr,
                    WIDTH_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     batch, head = tl.program_id(1) // H, tl.program_id(1) % H
     kv_head = head // (H // Hkv)
@@ -113,15 +119,15 @@ def forward_kernel(q, k, v, out, lse, b, n, mask, q_s, k_s, v_s, out_s, mask_s, 
     b, n = tl.load(b + head), tl.load(n + head)
     first = tl.program_id(0) * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)
-    q_tile = load_rows(of_head(q, q_s, batch, head), q_s, rows, Q, D, WIDTH, WIDEN)
+    q_tile = load_rows(of_head(q, q_s, batch, head), q_s, rows, Q, D, WIDTH)
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l = tl.zeros((BLOCK_M,), tl.float32)
     total = tl.zeros((BLOCK_M, WIDTH_V), tl.float32)
     end = tl.minimum(K, tl.maximum(0, first + BLOCK_M + K - Q)) if CAUSAL else K
     for j in range(0, end, BLOCK_N):
         cols = j + tl.arange(0, BLOCK_N)
-        k_tile = load_rows(k, k_s, cols, K, D, WIDTH, WIDEN)
-        v_tile = load_rows(v, v_s, cols, K, DV, WIDTH_V, WIDEN)
+        k_tile = load_rows(k, k_s, cols, K, D, WIDTH)
+        v_tile = load_rows(v, v_s, cols, K, DV, WIDTH_V)
         allowed = may_attend(rows, cols, Q, K, mask, mask_s, CAUSAL, MASKED)
         t = n * signed_log2(product(q_tile, tl.trans(k_tile)) * scale, b)
         t = tl.where(allowed, t, float("-inf"))
@@ -132,14 +138,14 @@ def forward_kernel(q, k, v, out, lse, b, n, mask, q_s, k_s, v_s, out_s, mask_s, 
         total = total * shrink[:, None] + product(p.to(v_tile.dtype), v_tile)
     l = tl.where(l == 0, 1.0, l)  # a row that sees nothing is all 0
     store_rows(of_head(out, out_s, batch, head), out_s, total / l[:, None], rows, Q, DV, WIDTH_V)
-    row_lse = tl.where(m == float("-inf"), 0.0, m + tl.log2(l)) * LN2
+    row_lse = tl.where(m == float("-inf"), 0.0, m + log2(l)) * LN2
     tl.store(lse + tl.program_id(1).to(tl.int64) * Q + rows, row_lse, mask=rows < Q)
 
 
 @tuned((128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 32, 4, 3))
 @triton.jit
 def dq_kernel(q, k, v, dout, lse, delta, dq, b, n, db, dn, mask, q_s, k_s, v_s, dout_s, dq_s, mask_s, scale,
-              H, Hkv, Q, K, D, DV, CAUSAL: tl.constexpr, MASKED: tl.constexpr, WIDEN: tl.constexpr, WIDTH: tl.constexpr,
+              H, Hkv, Q, K, D, DV, CAUSAL: tl.constexpr, MASKED: tl.constexpr, WIDTH: tl.constexpr,
               WIDTH_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     batch, head = tl.program_id(1) // H, tl.program_id(1) % H
     kv_head = head // (H // Hkv)
@@ -147,8 +153,8 @@ def dq_kernel(q, k, v, dout, lse, delta, dq, b, n, db, dn, mask, q_s, k_s, v_s, 
     b, n = tl.load(b + head), tl.load(n + head)
     first = tl.program_id(0) * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)
-    q_tile = load_rows(of_head(q, q_s, batch, head), q_s, rows, Q, D, WIDTH, WIDEN)
-    dout_tile = load_rows(of_head(dout, dout_s, batch, head), dout_s, rows, Q, DV, WIDTH_V, WIDEN)
+    q_tile = load_rows(of_head(q, q_s, batch, head), q_s, rows, Q, D, WIDTH)
+    dout_tile = load_rows(of_head(dout, dout_s, batch, head), dout_s, rows, Q, DV, WIDTH_V)
     at = tl.program_id(1).to(tl.int64) * Q + rows
     row_lse, row_delta = tl.load(lse + at, mask=rows < Q, other=0.0), tl.load(delta + at, mask=rows < Q, other=0.0)
     total = tl.zeros((BLOCK_M, WIDTH), tl.float32)
@@ -156,44 +162,44 @@ def dq_kernel(q, k, v, dout, lse, delta, dq, b, n, db, dn, mask, q_s, k_s, v_s, 
     end = tl.minimum(K, tl.maximum(0, first + BLOCK_M + K - Q)) if CAUSAL else K
     for j in range(0, end, BLOCK_N):
         cols = j + tl.arange(0, BLOCK_N)
-        k_tile = load_rows(k, k_s, cols, K, D, WIDTH, WIDEN)
-        v_tile = load_rows(v, v_s, cols, K, DV, WIDTH_V, WIDEN)
+        k_tile = load_rows(k, k_s, cols, K, D, WIDTH)
+        v_tile = load_rows(v, v_s, cols, K, DV, WIDTH_V)
         allowed = may_attend(rows, cols, Q, K, mask, mask_s, CAUSAL, MASKED)
         _, dz, dzz, dts = backward_tile(q_tile, k_tile, v_tile, dout_tile, row_lse, row_delta, b, n, scale, allowed)
         total += product(dz.to(k_tile.dtype), k_tile)
         row_db += tl.sum(dzz, 1)
         row_dn += tl.sum(dts, 1)
     store_rows(of_head(dq, dq_s, batch, head), dq_s, total * scale, rows, Q, D, WIDTH)
-    mine = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)  # db and dn: (programs, B, H)
-    tl.store(db + mine, tl.sum(row_db, 0) / b)
-    tl.store(dn + mine, tl.sum(row_dn, 0) * LN2)
+    tl.store(db + at, row_db / b, mask=rows < Q)
+    tl.store(dn + at, row_dn * LN2, mask=rows < Q)
 
 
 @tuned((64, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (32, 64, 4, 3))
 @triton.jit
 def dkv_kernel(q, k, v, dout, lse, delta, dk, dv, b, n, mask, q_s, k_s, v_s, dout_s, dk_s, dv_s, mask_s, scale,
-               H, Hkv, Q, K, D, DV, CAUSAL: tl.constexpr, MASKED: tl.constexpr, WIDEN: tl.constexpr, WIDTH: tl.constexpr,
+               H, Hkv, Q, K, D, DV, CAUSAL: tl.constexpr, MASKED: tl.constexpr, WIDTH: tl.constexpr,
                WIDTH_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     batch, kv_head = tl.program_id(1) // Hkv, tl.program_id(1) % Hkv
     first = tl.program_id(0) * BLOCK_N
     cols = first + tl.arange(0, BLOCK_N)
-    k_tile = load_rows(of_head(k, k_s, batch, kv_head), k_s, cols, K, D, WIDTH, WIDEN)
-    v_tile = load_rows(of_head(v, v_s, batch, kv_head), v_s, cols, K, DV, WIDTH_V, WIDEN)
+    k_tile = load_rows(of_head(k, k_s, batch, kv_head), k_s, cols, K, D, WIDTH)
+    v_tile = load_rows(of_head(v, v_s, batch, kv_head), v_s, cols, K, DV, WIDTH_V)
     total_k, total_v = tl.zeros((BLOCK_N, WIDTH), tl.float32), tl.zeros((BLOCK_N, WIDTH_V), tl.float32)
     start = tl.maximum(0, first - (K - Q)) // BLOCK_M * BLOCK_M if CAUSAL else 0  # the first query that sees key `first`
     for head in range(kv_head * (H // Hkv), (kv_head + 1) * (H // Hkv)):  # all query heads that share these keys
-        q_head, dout_head = of_head(q, q_s, batch, tl.cast(head, tl.int64)), of_head(dout, dout_s, batch, tl.cast(head, tl.int64))
-        mask_head = of_head(mask, mask_s, batch, tl.cast(head, tl.int64))
+        q_head, dout_head = of_head(q, q_s, batch, head), of_head(dout, dout_s, batch, head)
+        mask_head = of_head(mask, mask_s, batch, head)
         head_b, head_n = tl.load(b + head), tl.load(n + head)
         for i in range(start, Q, BLOCK_M):
             rows = i + tl.arange(0, BLOCK_M)
-            q_tile = load_rows(q_head, q_s, rows, Q, D, WIDTH, WIDEN)
-            dout_tile = load_rows(dout_head, dout_s, rows, Q, DV, WIDTH_V, WIDEN)
+            q_tile = load_rows(q_head, q_s, rows, Q, D, WIDTH)
+            dout_tile = load_rows(dout_head, dout_s, rows, Q, DV, WIDTH_V)
             at = (batch.to(tl.int64) * H + head) * Q + rows
             row_lse = tl.load(lse + at, mask=rows < Q, other=0.0)
             row_delta = tl.load(delta + at, mask=rows < Q, other=0.0)
             allowed = may_attend(rows, cols, Q, K, mask_head, mask_s, CAUSAL, MASKED)
-            p, dz, _, _ = backward_tile(q_tile, k_tile, v_tile, dout_tile, row_lse, row_delta, head_b, head_n, scale, allowed)
+            p, dz, _, _ = backward_tile(q_tile, k_tile, v_tile, dout_tile, row_lse, row_delta, head_b, head_n, scale,
+                                        allowed)
             total_v += product(tl.trans(p.to(dout_tile.dtype)), dout_tile)
             total_k += product(tl.trans(dz.to(q_tile.dtype)), q_tile)
     store_rows(of_head(dk, dk_s, batch, kv_head), dk_s, total_k * scale, cols, K, D, WIDTH)
@@ -222,12 +228,12 @@ def backward(dout, q, k, v, out, lse, b, n, mask, causal, scale):
     sizes, options = _arguments(q, k, v, mask, causal, scale)
     mask, mask_s = _mask(mask, q, k)
     B, H, Q, _ = q.shape
-    db, dn = (torch.zeros(triton.cdiv(Q, SMALLEST_M), B, H, device=q.device) for _ in range(2))  # a row a program
+    db, dn = torch.empty_like(delta), torch.empty_like(delta)  # every query's share
     _launch(dq_kernel, Q, "BLOCK_M", B * H, q, k, v, dout, lse, delta, dq, b, n, db, dn, mask,
             *_strides(q, k, v, dout, dq), mask_s, *sizes, **options)
     _launch(dkv_kernel, k.size(2), "BLOCK_N", B * k.size(1), q, k, v, dout, lse, delta, dk, dv, b, n, mask,
             *_strides(q, k, v, dout, dk, dv), mask_s, *sizes, **options)
-    return dq, dk, dv, db.sum((0, 1)), dn.sum((0, 1))
+    return dq, dk, dv, db.sum((0, 2)), dn.sum((0, 2))
 
 
 def _launch(kernel, length, block, heads, *arguments, **options):
@@ -236,7 +242,7 @@ def _launch(kernel, length, block, heads, *arguments, **options):
 
 def _arguments(q, k, v, mask, causal, scale):
     (_, H, Q, D), (_, Hkv, K, DV) = q.shape, v.shape
-    options = dict(CAUSAL=causal, MASKED=mask is not None, WIDEN=INTERPRETED,
+    options = dict(CAUSAL=causal, MASKED=mask is not None,
                    WIDTH=max(16, triton.next_power_of_2(D)), WIDTH_V=max(16, triton.next_power_of_2(DV)))
     return (scale, H, Hkv, Q, K, D, DV), options
 
