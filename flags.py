@@ -77,7 +77,7 @@ class SharedFlags:
     """of the matrix products; weights and scores stay float32 (auto: bfloat16 where it is measured faster)"""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile (auto: where it can work and pays)"""
-    path: Literal["auto", "plain", "sdpa"] = "auto"
+    path: Literal["auto", "plain", "sdpa", "blockwise", "triton"] = "auto"
     """attention implementation (auto: the fastest for the scorer)"""
     threads: int = 0
     """CPU threads (0: PyTorch's choice)"""

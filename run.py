@@ -107,7 +107,7 @@ def _pick_path(flags, decisions, model):
     config, scorer = model.config, model.scorers()[0]
     shape = (decisions["micro_batch"], config.n_head, config.context, config.head_dim)
     if flags.path != "auto":
-        reason = ssa_flash.why_not(flags.path, scorer)
+        reason = ssa_flash.why_not(flags.path, scorer, decisions["device"], config.dropout)
         if reason:
             raise UserError(f"--path={flags.path}: {reason}; use --path=auto")
         return flags.path, "--path"
