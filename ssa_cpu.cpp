@@ -32,7 +32,7 @@ extern "C" void sgemm_(const char* transa, const char* transb, const int* m, con
 
 namespace {
 
-constexpr int64_t ROWS = 64, COLS = 256;  // z and dP of a tile: 64 KB each, beside 256 rows of k, v, dk and dv in L2
+constexpr int64_t ROWS = 48, COLS = 256;  // z and dP of a tile: 48 KB each, beside 256 rows of k, v, dk and dv in L2
 
 // A tensor (B, H, T, width): the strides count elements, the last one is 1.
 struct Tensor4 {
@@ -307,8 +307,9 @@ bool backward_head(const Problem& p, int64_t batch, int64_t kv_head, float* scra
 
 // ------------------------------------------------------------------------------------------------------- what Python sees
 
-extern "C" int64_t ssa_scratch_size(int64_t K, int64_t D, int64_t Dv) {  // floats a thread, enough for either direction
-    return 2 * K * (D + Dv) + 2 * ROWS * (D + Dv) + 2 * ROWS * COLS;
+// Floats a thread: k and v of a head (backward: and their gradients), tiles of queries, and z (backward: and dP).
+extern "C" int64_t ssa_scratch_size(int64_t K, int64_t D, int64_t Dv, int64_t backward) {
+    return (1 + backward) * (K * (D + Dv) + ROWS * (D + Dv) + ROWS * COLS);
 }
 
 // Both return 1, or 0 if some tile was not tame; what they wrote is worthless then.

@@ -67,7 +67,7 @@ def load():
     except OSError as error:
         return None, str(error)
     library.ssa_scratch_size.restype = ctypes.c_int64
-    library.ssa_scratch_size.argtypes = [ctypes.c_int64] * 3
+    library.ssa_scratch_size.argtypes = [ctypes.c_int64] * 4
     for function in (library.ssa_forward, library.ssa_backward):
         function.restype, function.argtypes = ctypes.c_int, [ctypes.c_char_p]
     return library, None
@@ -101,8 +101,9 @@ def _call(function, q, k, v, b, n, mask, causal, scale, tensors, lse, sums=None)
     library, reason = load()
     if reason:
         raise RuntimeError(f"the CPU kernel cannot run: {reason}")
-    (B, H, Q, D), (_, Hkv, K, Dv), threads = q.shape, v.shape, torch.get_num_threads()
-    size = library.ssa_scratch_size(K, D, Dv)
+    (B, H, Q, D), (_, Hkv, K, Dv) = q.shape, v.shape
+    threads = max(1, min(torch.get_num_threads(), B * H))
+    size = library.ssa_scratch_size(K, D, Dv, function == "ssa_backward")
     arrays = [b.contiguous(), n.contiguous(), lse, sums, mask, torch.empty(threads * size)]
     tensors = [x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v, *tensors)]
     fields = [B, H, Hkv, Q, K, D, Dv, q.dtype == torch.bfloat16, causal, threads, size]
