@@ -78,6 +78,12 @@ def why_not():
     return load()[1]
 
 
+@functools.cache
+def bfloat16_pays():
+    """True where the CPU multiplies bfloat16 faster than float32; elsewhere bf16 operands are widened tile by tile."""
+    return bool(load()[0].ssa_bfloat16_pays())
+
+
 # -------------------------------------------------------------------------------------------------------- calling
 
 def forward(q, k, v, b, n, mask, causal, scale):
@@ -106,7 +112,8 @@ def _call(function, q, k, v, b, n, mask, causal, scale, tensors, lse, sums=None)
     size = library.ssa_scratch_size(K, D, Dv, function == "ssa_backward")
     arrays = [b.contiguous(), n.contiguous(), lse, sums, mask, torch.empty(threads * size)]
     tensors = [x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v, *tensors)]
-    fields = [B, H, Hkv, Q, K, D, Dv, q.dtype == torch.bfloat16, causal, threads, size]
+    narrow = q.dtype == torch.bfloat16
+    fields = [B, H, Hkv, Q, K, D, Dv, narrow, narrow and bfloat16_pays(), causal, threads, size]
     for x in arrays:
         fields.append(0 if x is None else x.data_ptr())
     fields += (0, 0, 0, 0) if mask is None else mask.expand(B, H, Q, K).stride()  # 0 where a dimension is broadcast

@@ -110,6 +110,18 @@ def test_bfloat16(kernel, causal):
     assert_same([x.float() for x in actual], expected, 2**-6)
 
 
+@needs_kernel
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="the bf16 product is MKL's")
+@pytest.mark.parametrize("native", (False, True))
+def test_both_bfloat16_products(native, monkeypatch):
+    """Products of widened operands, and of bf16 itself, which the kernel takes where a CPU is faster with it."""
+    monkeypatch.setattr(ssa_cpu, "bfloat16_pays", lambda: native)
+    monkeypatch.setattr(ssa_flash, "ssa_blockwise", None)
+    tensors, scorer = operands(Q=100, K=300, D=32, Hkv=1, dtype=torch.bfloat16)
+    expected = results(attention, [x.float() for x in tensors], scorer, causal=True)
+    assert_same([x.float() for x in results(attend, tensors, scorer, causal=True, path="blockwise")], expected, 2**-6)
+
+
 def test_autocast(kernel):
     tensors, scorer = operands()
     with torch.autocast("cpu", torch.bfloat16):
