@@ -13,8 +13,8 @@ else the machine does falls on both; times are medians, the ratio is the median 
     ms, softmax_ms, ratio                 SSA's time, softmax's, and SSA's over softmax's
     extra_bytes, softmax_extra_bytes      most memory held at once beyond the inputs (attention only)
     matmul_flops                          FLOP/s of this machine's own large matrix product in the dtype
-    peak_fraction                         SSA's FLOP/s over those, counting the model's matrix products alone; above 1 where
-                                          a kernel computes bf16 in float32 because the CPU has no bf16 instructions
+    peak_fraction                         SSA's FLOP/s over those, matrix products alone; above 1 where a kernel does
+                                          bf16 in float32 because the CPU has no bf16 instructions
     time_growth, memory_growth            p of T^p, fitted to one sequence's time and memory: 2 is quadratic, 1 linear
 """
 
@@ -80,7 +80,7 @@ class Config:
         return [(max(1, self.tokens // T), T) for T in map(int, lengths.split(","))]
 
 
-# ------------------------------------------------------------------------------------------------------------- measuring
+# ------------------------------------------------------------------------------------------------------------ measuring
 
 def seconds(function, device):
     if device == "cuda":
@@ -136,7 +136,7 @@ def matmul_peak(dtype, device, quick):
     return 2 * n**3 / min(times)
 
 
-# ------------------------------------------------------------------------------------------------------------- attention
+# ------------------------------------------------------------------------------------------------------------ attention
 
 def attention_case(B, T, D, dtype, direction, config, peak):
     """The rows of one case: SSA against softmax, and on CUDA FlexAttention with both against softmax."""
@@ -190,11 +190,12 @@ def flex_attention(T, scorer):
 
 
 def add_growth(rows):
-    """Fit T^p to time and memory a token, over the lengths of each series; a token's share of linear cost is constant."""
+    """Fit T^p to time and memory a token, over the lengths of each series, where linear means constant."""
     series = {}
     for row in rows:
         if row["what"] == "attention":
-            series.setdefault(tuple(row[k] for k in ("scorer", "path", "dtype", "head_dim", "direction")), []).append(row)
+            key = tuple(row[k] for k in ("scorer", "path", "dtype", "head_dim", "direction"))
+            series.setdefault(key, []).append(row)
     for members in series.values():
         for name, value in (("time_growth", "ms"), ("memory_growth", "extra_bytes")):
             x = [math.log(r["T"]) for r in members]
@@ -204,7 +205,7 @@ def add_growth(rows):
                 row[name] = None if slope is None else 1 + slope
 
 
-# --------------------------------------------------------------------------------------------------------- training steps
+# ------------------------------------------------------------------------------------------------------- training steps
 
 def step_case(preset, config, dtype, peak):
     """A whole training step of a model preset, SSA against softmax."""
@@ -262,13 +263,13 @@ def memory(config):
         return 0
 
 
-# ------------------------------------------------------------------------------------------------------------------ main
+# ----------------------------------------------------------------------------------------------------------------- main
 
 def machine(config):
     """What every row says about where and when it was measured."""
     name = torch.cuda.get_device_name() if config.device == "cuda" else cpu_name()
-    return dict(machine=name, threads=torch.get_num_threads(), torch=torch.__version__, python=platform.python_version(),
-                date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    return dict(machine=name, threads=torch.get_num_threads(), torch=torch.__version__,
+                python=platform.python_version(), date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 command=" ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]))
 
 
@@ -283,9 +284,10 @@ def cpu_name():
 def show(row):
     name = row.get("preset", f"D={row['head_dim']}")
     memory = f"  memory {row['extra_bytes'] / row['softmax_extra_bytes']:.2f}" if row["extra_bytes"] else ""
+    mfu = f"  MFU {row['mfu']:.0%}" if "mfu" in row else ""
     print(f"{row['what']:9} {name:13} {row['scorer']:7} {row['path']:9} {row['dtype']:8} T={row['T']:<5} "
-          f"{row['direction']:7} {row['ms']:9.2f} ms, softmax {row['softmax_ms']:9.2f} ms, ratio {row['ratio']:.2f}{memory}"
-          f"  {row['peak_fraction']:.0%} of peak" + (f"  MFU {row['mfu']:.0%}" if "mfu" in row else ""), flush=True)
+          f"{row['direction']:7} {row['ms']:9.2f} ms, softmax {row['softmax_ms']:9.2f} ms, ratio {row['ratio']:.2f}"
+          f"{memory}  {row['peak_fraction']:.0%} of peak{mfu}", flush=True)
 
 
 def main():

@@ -1,14 +1,14 @@
 """Attention with a scorer, fast: the path table, and one function that every model calls.
 
-    path        scorers                 how
-    plain       all                     ssa.attention: the reference, K scores a query in memory, any device, any dropout
-    sdpa        softmax, temperature    PyTorch's fused scaled_dot_product_attention (temperature: q / tau before it)
-    blockwise   ssa                     tile by tile, memory linear in T, any device: C++ (ssa_cpu.cpp) on a CPU that has a
-                                        compiler, else PyTorch (ssa_blockwise.py), which also takes the extreme scores
-    triton      ssa                     the same in one CUDA kernel a direction (ssa_triton.py)
+    path       scorers               how
+    plain      all                   ssa.attention: the reference, K scores a query in memory, any device, any dropout
+    sdpa       softmax, temperature  PyTorch's fused scaled_dot_product_attention (temperature: q / tau before it)
+    blockwise  ssa                   tile by tile, memory linear in T, any device: C++ (ssa_cpu.cpp) on a CPU that has a
+                                     compiler; else, and for extreme scores, PyTorch (ssa_blockwise.py)
+    triton     ssa                   tile by tile in CUDA kernels (ssa_triton.py)
 
-`pick_path` chooses and says why; `attend` runs. Every path gives what `plain` gives, output and all gradients, and there
-is no path that skips the scorer: a path that cannot run a scorer is refused with the reason, never replaced.
+`pick_path` chooses and says why; `attend` runs. Every path gives what `plain` gives, output and all gradients, and no
+path skips the scorer: a path that cannot run a scorer is refused with the reason, never replaced.
 """
 
 import importlib.util
@@ -114,8 +114,8 @@ def _sdpa(q, k, v, scorer, causal, mask, scale, dropout_p):
         mask = end_aligned(Q, K, mask, q.device)
     if mask is not None:
         mask = torch.atleast_2d(mask)  # the kernel takes no mask of fewer dimensions
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
-                                          enable_gqa=q.size(1) != k.size(1))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal,
+                                          scale=scale, enable_gqa=q.size(1) != k.size(1))
 
 
 # ------------------------------------------------------------------------------------------------------- fused SSA
