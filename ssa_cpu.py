@@ -5,6 +5,7 @@ another PyTorch or another kind of CPU gets a library of its own. It is compiled
 any number of processes may build at once, and none ever sees half a file.
 """
 
+import atexit
 import ctypes
 import functools
 import hashlib
@@ -26,7 +27,7 @@ VECTORS = {"AVX2": ["-mavx2", "-mfma"], "AVX512": ["-mavx512f", "-mavx512bw", "-
 # -------------------------------------------------------------------------------------------------- compiling, loading
 
 def build_command():
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))), None)
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))), None)
     if compiler is None:
         raise OSError("no C++ compiler (g++ or clang++) on the PATH")
     # -O3 for vectorised loops. The two -fno flags let them stay so: nobody reads errno or the floating-point flags.
@@ -39,23 +40,22 @@ def build():
     """The path of the compiled library."""
     command = build_command()
     name = hashlib.sha256(SOURCE.read_bytes() + " ".join([torch.__version__, *command]).encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
-    library = cache / f"ssa_cpu_{name}.so"
+    library = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    library /= f"ssa_cpu_{name}.so"
     if library.exists():
         return library
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.mkdtemp(dir=cache)
-    except OSError:  # a home that is read-only or absent: this process compiles for itself
+        library.parent.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.mkdtemp(dir=library.parent)
+    except OSError:  # a home that cannot be written: this process compiles for itself
         folder = tempfile.mkdtemp()
         library = Path(folder) / library.name
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     aside = Path(folder) / "building.so"
     done = subprocess.run([*command, "-o", str(aside)], capture_output=True, text=True)
     if done.returncode:
         raise OSError(f"{command[0]} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
     os.replace(aside, library)
-    if library.parent != Path(folder):
-        os.rmdir(folder)
     return library
 
 
@@ -64,7 +64,7 @@ def load():
     """(library, None) or (None, why not)."""
     try:
         library = ctypes.CDLL(str(build()))
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         return None, str(error)
     library.ssa_scratch_size.restype = ctypes.c_int64
     library.ssa_scratch_size.argtypes = [ctypes.c_int64] * 4

@@ -27,6 +27,7 @@ from ssa_blockwise import empty_like_heads
 PATHS = ("plain", "sdpa", "blockwise", "triton")
 FUSED = (Softmax, Temperature)  # exactly these, no subclass that may compute something else
 LONG = 256  # keys from which on tiles in PyTorch were measured faster than plain (2 CPU cores: 1.4x, at 4096 keys 7x)
+WIDEST = 128  # head width up to which a tile of the Triton kernels fits into a GPU's shared memory
 
 
 def why_not(path, scorer, device=None, dropout_p=0.0):
@@ -56,11 +57,11 @@ def pick_path(device, dtype, scorer, shape, dropout_p=0.0):
     if dtype == torch.float64:
         return "plain", "float64 is for checking, and this path is what is checked against"
     device = torch.device(device).type
-    if device == "cuda" and _why_not_triton(device) is None:
+    if device == "cuda" and _why_not_triton(device) is None and shape[3] <= WIDEST:
         return "triton", "the fused kernel for SSA on CUDA"
     if device == "cpu" and _why_not_cpu(dtype) is None:
         return "blockwise", "the compiled CPU kernel, faster than the plain path at every length"
-    reason = _why_not_cpu(dtype) if device == "cpu" else f"no kernel for {device}"
+    reason = _why_not_cpu(dtype) if device == "cpu" else f"no kernel for {device} and D={shape[3]}"
     if shape[2] >= LONG:
         return "blockwise", f"in PyTorch ({reason}), which from {LONG} keys on is faster than the plain path"
     return "plain", f"{reason}, and there are fewer than {LONG} keys"

@@ -209,7 +209,9 @@ def dkv_kernel(q, k, v, dout, lse, delta, dk, dv, b, n, mask, q_s, k_s, v_s, dou
 # ----------------------------------------------------------------------------------------------------- what Python sees
 
 def forward(q, k, v, b, n, mask, causal, scale):
-    """As ssa_blockwise.forward."""
+    """As ssa_blockwise.forward, for float32 and half precision."""
+    if q.dtype == torch.float64:
+        raise ValueError("path 'triton': its arithmetic is float32, so float64 operands need the path plain or blockwise")
     out = empty_like_heads(v, q.size(1), q.size(2), v.size(3))
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     q, k, v = map(_rows_contiguous, (q, k, v))
