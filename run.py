@@ -8,6 +8,7 @@ import io
 import json
 import math
 import os
+import platform
 import shutil
 import signal
 import statistics
@@ -132,6 +133,20 @@ def _pick_compile(flags, decisions):
     if flags.steps < 300:
         return "off", "too few steps to earn back the compilation"
     return "on", "fuses the passes of the plain path over the scores"
+
+
+def machine(device):
+    """Processor, Python and PyTorch in one line, for the summary."""
+    name = torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} x {_processor()}"
+    return f"{name}, Python {platform.python_version()}, torch {torch.__version__}"
+
+
+def _processor():
+    try:  # Linux; platform.processor() is empty there
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        return next(line.split(":")[1].strip() for line in text.splitlines() if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
 
 
 def compiled(model, decisions):
