@@ -9,9 +9,11 @@ import json
 import math
 import os
 import platform
+import shlex
 import shutil
 import signal
 import statistics
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -296,6 +298,9 @@ class Metrics:
     def __init__(self, folder, step):
         self.path = folder / "metrics.jsonl"
         kept = [line for line in read_metrics(self.path) if line["step"] <= step] if step else []
+        if step and (not kept or kept[-1]["step"] < step):
+            print(f"warning: {self.path}: damaged or cut short; its lines after step {kept[-1]['step'] if kept else 0} are "
+                  "lost", file=sys.stderr)
         write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept).encode("utf-8"))
         self.file = open(self.path, "a", encoding="utf-8")
 
@@ -350,6 +355,6 @@ def plot_loss(folder, baseline=None):
     write_atomically(folder / "loss.png", buffer.getvalue())
 
 
-def resume_command(script, flags):
+def resume_command(flags):
     """The command that continues this run."""
-    return f"python {script} {flag('out')}={flags.out} --resume"
+    return shlex.join(["python", sys.argv[0], f"{flag('out')}={flags.out}", "--resume"])

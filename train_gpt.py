@@ -63,8 +63,8 @@ def preset(name, **recipe):
 
 PRESETS = {
     # Ours, all of it: found by trying, for two CPU cores and three minutes.
-    "laptop": preset("laptop", data="pydocs", ood="pysource", tokenizer="bytes", steps=1000, batch_size=32, lr=3e-3,
-                     min_lr=3e-4, warmup=50, beta2=0.99, save_every=250, eval_every=250),
+    "laptop": preset("laptop", data="pydocs", ood="pysource", tokenizer="bytes", steps=1000, batch_size=16, lr=3e-3,
+                     min_lr=3e-4, warmup=50, beta2=0.99, save_every=200, eval_every=200),
     # nanoGPT's recipe for tiny Shakespeare on a CPU, with bytes for characters; the text is the one at --data.
     "shakespeare": preset("shakespeare", data="", ood="none", tokenizer="bytes", steps=2000, batch_size=12, lr=1e-3,
                           min_lr=1e-4, warmup=100, beta2=0.99, save_every=500, eval_every=500),
@@ -91,14 +91,14 @@ import torch
 from tqdm import tqdm
 
 import run
-from checkpoint import load_checkpoint, load_tensors, load_weights, save_checkpoint
+from checkpoint import load_checkpoint, load_tensors, load_weights, restore, save_checkpoint
 from data import bits_per_byte, prepare
 from files import read_json, write_atomically, write_json
 from model import Transformer
 
 
 def main(flags, saved):
-    sys.stdout.reconfigure(line_buffering=True)  # a log file shows each line when it is printed
+    sys.stdout.reconfigure(line_buffering=True, errors="replace")  # logs show each line at once, terminals any text
     print(first_line(flags, saved))
 
     # Text, and the last checkpoint if this run had one.
@@ -106,6 +106,7 @@ def main(flags, saved):
     if saved and saved["data"] != corpus.digest:
         raise UserError(f"--data={flags.data}: the text or its tokens have changed since this run began; restore them, or "
                         "start anew with another --out")
+    corpus.batch(flags.seed, 0, range(1), 1, flags.context)  # refuses a text shorter than a window, before anything is made
     step, state, complaints = load_checkpoint(flags.out) if saved else (0, None, [])
     for complaint in complaints:
         print(f"warning: {complaint}; the checkpoint before it is used", file=sys.stderr)
@@ -126,8 +127,7 @@ def main(flags, saved):
     scorer_start, seconds_before = run.scorer_values(model), 0.0
     torch.manual_seed(flags.seed + 1)  # dropout's stream, whatever the initial weights have drawn
     if state:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        restore(model, optimizer, state, f"{flags.out}: checkpoint {step}")
         run.set_random_state(state["random"], device)
         scorer_start, seconds_before = state["scorer_start"], state["seconds"]
         print(f"resumed after step {step}")
@@ -186,7 +186,7 @@ def main(flags, saved):
     bar.close()
 
     if step < flags.steps:
-        print(f"{interrupted.signal}: saved after step {step}; continue with\n  {run.resume_command('train_gpt.py', flags)}")
+        print(f"{interrupted.signal}: saved after step {step}; continue with\n  {run.resume_command(flags)}")
     else:
         seconds = seconds_before + time.perf_counter() - start
         finish(folder, flags, model, corpus, decisions, run.largest_change(scorer_start, run.scorer_values(model)), seconds)
