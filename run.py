@@ -8,9 +8,12 @@ import io
 import json
 import math
 import os
+import platform
+import shlex
 import shutil
 import signal
 import statistics
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -132,6 +135,20 @@ def _pick_compile(flags, decisions):
     if flags.steps < 300:
         return "off", "too few steps to earn back the compilation"
     return "on", "fuses the passes of the plain path over the scores"
+
+
+def machine(device):
+    """Processor, Python and PyTorch in one line, for the summary."""
+    name = torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} x {_processor()}"
+    return f"{name}, Python {platform.python_version()}, torch {torch.__version__}"
+
+
+def _processor():
+    try:  # Linux; platform.processor() is empty there
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        return next(line.split(":")[1].strip() for line in text.splitlines() if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
 
 
 def compiled(model, decisions):
@@ -281,6 +298,9 @@ class Metrics:
     def __init__(self, folder, step):
         self.path = folder / "metrics.jsonl"
         kept = [line for line in read_metrics(self.path) if line["step"] <= step] if step else []
+        if step and (not kept or kept[-1]["step"] < step):
+            print(f"warning: {self.path}: damaged or cut short; its lines after step {kept[-1]['step'] if kept else 0} are "
+                  "lost", file=sys.stderr)
         write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept).encode("utf-8"))
         self.file = open(self.path, "a", encoding="utf-8")
 
@@ -335,6 +355,6 @@ def plot_loss(folder, baseline=None):
     write_atomically(folder / "loss.png", buffer.getvalue())
 
 
-def resume_command(script, flags):
+def resume_command(flags):
     """The command that continues this run."""
-    return f"python {script} {flag('out')}={flags.out} --resume"
+    return shlex.join(["python", sys.argv[0], f"{flag('out')}={flags.out}", "--resume"])

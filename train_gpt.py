@@ -58,13 +58,16 @@ class Flags(SharedFlags):
 
 def preset(name, **recipe):
     shape = MODEL_PRESETS[name]
-    return dict({key: shape[key] for key in ("n_layer", "n_head", "n_kv_head", "n_embd", "context")}, **recipe)
+    return {key: shape[key] for key in ("n_layer", "n_head", "n_kv_head", "n_embd", "context")} | recipe
 
 
 PRESETS = {
     # Ours, all of it: found by trying, for two CPU cores and three minutes.
-    "laptop": preset("laptop", data="pydocs", ood="pysource", tokenizer="bytes", steps=1000, batch_size=32, lr=3e-3,
-                     min_lr=3e-4, warmup=50, beta2=0.99, save_every=250, eval_every=250),
+    "laptop": preset("laptop", data="pydocs", ood="pysource", tokenizer="bytes", steps=1000, batch_size=16, lr=3e-3,
+                     min_lr=3e-4, warmup=50, beta2=0.99, save_every=200, eval_every=200),
+    # nanoGPT's recipe for tiny Shakespeare on a CPU, with bytes for characters; the text is the one at --data.
+    "shakespeare": preset("shakespeare", data="", ood="none", tokenizer="bytes", steps=2000, batch_size=12, lr=1e-3,
+                          min_lr=1e-4, warmup=100, beta2=0.99, save_every=500, eval_every=500),
     # The paper's code: 1,024 tokens, 768 sequences a step, 22,000 steps, 500 of warm-up, seed 1234.
     # Ours, after Nemotron and GPT-3 for this size: learning rate 6e-4 down to a tenth, beta2 0.95, decay 0.1, clipping at 1.
     "nemotron-114m": preset("nemotron-114m", data="", ood="none", tokenizer="gpt2", steps=22000, batch_size=768, lr=6e-4,
@@ -88,14 +91,14 @@ import torch
 from tqdm import tqdm
 
 import run
-from checkpoint import load_checkpoint, load_tensors, load_weights, save_checkpoint
+from checkpoint import load_checkpoint, load_tensors, load_weights, restore, save_checkpoint
 from data import bits_per_byte, prepare
 from files import read_json, write_atomically, write_json
 from model import Transformer
 
 
 def main(flags, saved):
-    sys.stdout.reconfigure(line_buffering=True)  # a log file shows each line when it is printed
+    sys.stdout.reconfigure(line_buffering=True, errors="replace")  # logs show each line at once, terminals any text
     print(first_line(flags, saved))
 
     # Text, and the last checkpoint if this run had one.
@@ -103,6 +106,7 @@ def main(flags, saved):
     if saved and saved["data"] != corpus.digest:
         raise UserError(f"--data={flags.data}: the text or its tokens have changed since this run began; restore them, or "
                         "start anew with another --out")
+    corpus.batch(flags.seed, 0, range(1), 1, flags.context)  # refuses a text shorter than a window, before anything is made
     step, state, complaints = load_checkpoint(flags.out) if saved else (0, None, [])
     for complaint in complaints:
         print(f"warning: {complaint}; the checkpoint before it is used", file=sys.stderr)
@@ -123,8 +127,7 @@ def main(flags, saved):
     scorer_start, seconds_before = run.scorer_values(model), 0.0
     torch.manual_seed(flags.seed + 1)  # dropout's stream, whatever the initial weights have drawn
     if state:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        restore(model, optimizer, state, f"{flags.out}: checkpoint {step}")
         run.set_random_state(state["random"], device)
         scorer_start, seconds_before = state["scorer_start"], state["seconds"]
         print(f"resumed after step {step}")
@@ -183,7 +186,7 @@ def main(flags, saved):
     bar.close()
 
     if step < flags.steps:
-        print(f"{interrupted.signal}: saved after step {step}; continue with\n  {run.resume_command('train_gpt.py', flags)}")
+        print(f"{interrupted.signal}: saved after step {step}; continue with\n  {run.resume_command(flags)}")
     else:
         seconds = seconds_before + time.perf_counter() - start
         finish(folder, flags, model, corpus, decisions, run.largest_change(scorer_start, run.scorer_values(model)), seconds)
@@ -254,9 +257,10 @@ def finish(folder, flags, model, corpus, decisions, changes, seconds):
     run.plot_loss(folder, baseline=last["unigram_bpb"] * nats_per_bit_of_val)
     speeds = [line["tokens_per_s"] for line in lines if "tokens_per_s" in line]
     summary = dict(
-        scorer=flags.scorer, path=decisions["path"], steps=flags.steps, val_loss=last["val_loss"], val_bpb=last["val_bpb"],
+        scorer=flags.scorer, seed=flags.seed, path=decisions["path"], steps=flags.steps, val_loss=last["val_loss"], val_bpb=last["val_bpb"],
         ood_bpb=last.get("ood_bpb"), unigram_bpb=last["unigram_bpb"], tokens_per_s=statistics.median(speeds),
-        parameters=model.n_parameters(), seconds=round(seconds, 1),
+        parameters=model.n_parameters(), seconds=round(seconds, 1), machine=run.machine(decisions["device"]),
+        date=time.strftime("%Y-%m-%d"),
         **{f"max_change_{name}": change for name, change in changes.items()})
     write_json(folder / "summary.json", summary)
     print(f"val {summary['val_bpb']:.3f} bits a byte, {summary['val_bpb'] / summary['unigram_bpb']:.0%} of the unigram "
