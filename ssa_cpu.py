@@ -13,6 +13,7 @@ import os
 import shutil
 import struct
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -21,6 +22,8 @@ import torch
 from ssa_blockwise import empty_like_heads
 
 SOURCE = Path(__file__).with_name("ssa_cpu.cpp")
+if not SOURCE.exists():  # installed by pip, not run from the repository
+    SOURCE = Path(sys.prefix) / "share" / "ssa" / SOURCE.name
 VECTORS = {"AVX2": ["-mavx2", "-mfma"], "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"]}
 
 
