@@ -40,7 +40,7 @@ extern "C" void gemm_bf16bf16f32_(const char* transa, const char* transb, const 
 
 namespace {
 
-constexpr int64_t ROWS = 48, COLS = 256;  // z and dP of a tile: 48 KB each, beside 256 rows of k, v, dk and dv in L2
+constexpr int64_t ROWS = 64, COLS = 256;  // z and dP of a tile: 64 KB each, beside 256 rows of k, v, dk and dv in L2
 
 // A tensor (B, H, T, width): the strides count elements, the last one is 1.
 struct Tensor4 {
