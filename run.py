@@ -175,6 +175,8 @@ def open_run(flags, saved):
     """Make the run folder, or say why not: an existing run is kept unless --overwrite. Nothing is deleted but a run's files."""
     folder = Path(flags.out)
     if saved:
+        for stale in folder.glob(".*.tmp"):  # what a kill left half written
+            stale.unlink(missing_ok=True)
         return folder
     try:
         if folder.exists() and not folder.is_dir():

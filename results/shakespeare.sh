@@ -3,6 +3,7 @@
 # About a minute and a half a run on two CPU cores; interrupted, it goes on where it was. Summaries go to results/shakespeare/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+mkdir -p results/shakespeare
 for seed in 0 1 2; do
     for scorer in softmax ssa; do
         run="runs/shakespeare-$scorer-s$seed"
