@@ -77,6 +77,19 @@ def start(script, *flags, cwd):
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONUTF8": "1"})
 
 
+def snapshot(folder):
+    """Every file below a folder with its bytes."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def refused(done, part):
+    """Exit code 2, one line on stderr that holds `part`, no traceback."""
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
+    assert len(lines) == 1 and done.stderr.splitlines()[-1] == lines[0] and "Traceback" not in done.stderr, done.stderr
+    assert part in lines[0], lines[0]
+
+
 @pytest.fixture
 def folder(tmp_path):
     """An empty folder but for text.txt: 6,000 characters of words in random order."""

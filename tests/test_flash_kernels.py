@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import ssa_blockwise
 import ssa_cpu
 import ssa_flash
 from ssa import SSA, attention

@@ -15,7 +15,7 @@ import torch
 
 import run
 from checkpoint import load_run
-from conftest import ROOT, TINY, command, start
+from conftest import ROOT, TINY, command, refused, snapshot, start
 from flags import SharedFlags
 from run import read_metrics
 
@@ -30,11 +30,6 @@ def train(folder, *flags, **more):
 
 def without_timing(path):
     return [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in read_metrics(path / "metrics.jsonl")]
-
-
-def snapshot(folder):
-    """Every file below a folder with its bytes."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 # ---------------------------------------------------------------------------------------------------------------- the job
@@ -264,126 +259,6 @@ def test_weights_of_another_run_are_a_start(folder):
     done = train(folder, "--scorer=ssa", "--init-from=a", "--steps=1", "--lr=1e-9", "--min-lr=0", "--out=b")
     first, second = (load_run(folder / name)[0].state_dict() for name in "ab")
     assert all(torch.allclose(first[name], second[name], atol=1e-6) for name in first), done.stdout
-
-
-# ------------------------------------------------------------------------------------------------------------- wrong input
-
-def refused(done, part):
-    """Exit code 2, one line on stderr that holds `part`, no traceback."""
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
-    assert len(lines) == 1 and done.stderr.splitlines()[-1] == lines[0] and "Traceback" not in done.stderr, done.stderr
-    assert part in lines[0], lines[0]
-
-
-# (flags after TINY, what the line must say). One row a mistake; those that need no torch take a tenth of a second.
-WRONG = [
-    ("--scorer=sofmax", "'sofmax'"),
-    ("--preset=huge", "--preset=huge: unknown; choose one of laptop"),
-    ("--steps=-3", "--steps=-3: must be at least 1"),
-    ("--steps=many", "'many'"),
-    ("--steps", "--steps"),
-    ("--stepz=3", "--stepz=3"),
-    ("--batch-size=0", "--batch-size=0"),
-    ("--batch-size=10 --micro-batch=3", "multiple of --micro-batch=3"),
-    ("--lr=nan", "--lr=nan"),
-    ("--lr=-1", "--lr=-1.0"),
-    ("--min-lr=5", "--min-lr=5.0: must be at most"),
-    ("--beta2=1", "--beta2=1.0"),
-    ("--dropout=1", "--dropout=1.0"),
-    ("--seed=-1", "--seed=-1"),
-    ("--n-head=3", "--n-head=3: does not divide"),
-    ("--n-head=2 --n-kv-head=4", "--n-kv-head=4: does not divide"),
-    ("--n-embd=6 --n-head=2", "rotating dimensions"),
-    ("--n-layer=0", "--n-layer=0"),
-    ("--context=1", "--context=1: must be at least 2"),
-    ("--ssa-b=0", "--ssa-b=0.0"),
-    ("--ssa-n=1", "--ssa-n=1.0: must be greater than 1"),
-    ("--scorer=softmax --ssa-b=2", "only --scorer=ssa has it"),
-    ("--tau=2", "only --scorer=temperature has it"),
-    ("--resume --overwrite", "--overwrite=True: contradicts --resume"),
-    ("--init-from=nowhere", "--init-from=nowhere: no such folder"),
-    ("--tokenizer=words", "--tokenizer=words"),
-    ("--data=", "--data="),
-    ("--data=nowhere.txt", "nowhere.txt"),
-    ("--data=empty.txt", "empty.txt"),
-    ("--data=empty-folder", "empty-folder"),
-    ("--data=latin1.txt", "latin1.txt"),
-    ("--data=broken.jsonl", "broken.jsonl"),
-    ("--data=short.txt", "short"),
-    ("--context=8000", "too few for one window of --context=8000"),
-    ("--ood=nowhere.txt", "nowhere.txt"),
-    ("--path=sdpa", "--path=sdpa: the fused kernel of PyTorch computes softmax"),
-    ("--out=text.txt", "--out=text.txt: is a file"),
-    ("--out=text.txt/run", "--out=text.txt/run"),
-    ("--out=.", "not a run folder"),
-    ("--cache-dir=text.txt/data", "text.txt"),
-    ("--init-from=empty-folder", "config.json"),
-]
-
-
-@pytest.mark.parametrize("flags, part", WRONG)
-def test_wrong_input_gets_one_line_and_leaves_nothing(folder, flags, part):
-    (folder / "empty.txt").touch()
-    (folder / "empty-folder").mkdir()
-    (folder / "latin1.txt").write_bytes("déjà vu ".encode("latin-1") * 100)
-    (folder / "broken.jsonl").write_text('{"text": "one"}\n{"text": \n', encoding="utf-8")
-    (folder / "short.txt").write_text("short", encoding="utf-8")
-    before = snapshot(folder)
-    done = command(SCRIPT, *TINY, *flags.split(), cwd=folder, check=False)
-    refused(done, part)
-    left = {name for name in snapshot(folder) if name not in before and not name.startswith("data/")}  # data/: a cache
-    assert not left and all(snapshot(folder)[name] == content for name, content in before.items())
-
-
-def test_a_device_that_is_not_there_is_named(folder):
-    refused(train(folder, "--device=cuda", check=False, fresh=True, CUDA_VISIBLE_DEVICES=""), "--device=cuda")
-
-
-def test_a_config_that_disagrees_with_the_checkpoint_is_named(folder):
-    train(folder, "--out=a")
-    for number, other in enumerate(("--n-embd=32", "--ssa-freeze=b")):
-        train(folder, other, f"--out=b{number}")
-        shutil.copy(folder / f"b{number}" / "config.json", folder / "a" / "config.json")
-        before = snapshot(folder / "a")
-        refused(command(SCRIPT, "--out=a", "--resume", cwd=folder, check=False), "a: checkpoint 6")
-        assert snapshot(folder / "a") == before
-
-
-def test_damage_to_the_metrics_is_named_and_the_rest_kept(folder):
-    train(folder, "--out=r")
-    lines = (folder / "r" / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    (folder / "r" / "metrics.jsonl").write_text("".join(lines[:4]) + "{broken\n" + "".join(lines[4:]), encoding="utf-8")
-    assert "metrics.jsonl: damaged" in command(SCRIPT, "--out=r", "--resume", cwd=folder, check=False).stderr
-
-
-def test_flags_are_checked_before_torch_is_imported(folder):
-    (folder / "torch.py").write_text("raise SystemExit('torch was imported')", encoding="utf-8")
-    refused(command(SCRIPT, "--steps=-3", cwd=folder, check=False, fresh=True, PYTHONPATH=str(folder)), "--steps=-3")
-    assert "--ssa-freeze" in command(SCRIPT, "--help", cwd=folder, fresh=True, PYTHONPATH=str(folder)).stdout
-
-
-def test_an_existing_run_is_kept_unless_told_otherwise(folder):
-    train(folder, "--out=r")
-    before = snapshot(folder / "r")
-    refused(train(folder, "--out=r", check=False), "--out=r: holds a run already; continue it with --resume")
-    refused(train(folder, "--out=r", "--resume", "--lr=0.5", check=False), "--lr=0.5: the run in r was started with")
-    refused(train(folder, "--out=r", "--resume", "--n-layer=3", check=False), "--n-layer=3")
-    assert snapshot(folder / "r") == before
-    train(folder, "--out=r", "--overwrite", "--steps=2")
-    assert len([m for m in read_metrics(folder / "r" / "metrics.jsonl") if "loss" in m]) == 2
-    refused(train(folder, "--init-from=r", "--n-embd=32", check=False), "model.safetensors")
-    (folder / "text.txt").write_text("other words " * 500, encoding="utf-8")
-    refused(command(SCRIPT, "--out=r", "--resume", cwd=folder, check=False), "have changed since this run began")
-
-
-def test_weights_with_another_vocabulary_are_refused(folder):
-    cache = os.environ.get("SSA_DATA_DIR")
-    if not cache:
-        pytest.skip("SSA_DATA_DIR is not set: no tokenizer files without a network")
-    train(folder, "--out=r")
-    refused(train(folder, "--tokenizer=gpt2", "--init-from=r", check=False,
-                  TIKTOKEN_CACHE_DIR=os.path.join(cache, "tiktoken_cache")), "embed.weight is (320, 16), the model needs (50304")
 
 
 # ------------------------------------------------------------------------------------------------------------------ parts
