@@ -37,7 +37,7 @@ from config import MODEL_PRESETS
 from files import write_atomically
 from flags import UserError, fail, tyro_cli
 from model import ModelConfig, Transformer
-from run import PEAK_BF16
+from run import PEAK_BF16, processor
 from ssa import SSA
 from ssa_flash import attend, pick_path
 
@@ -210,8 +210,9 @@ def add_growth(rows):
 def step_case(preset, config, dtype, peak):
     """A whole training step of a model preset, SSA against softmax."""
     shape = MODEL_PRESETS[preset]
-    B = 32 if preset == "laptop" else 8 if config.device == "cuda" else 1
-    vocab = 320 if preset == "laptop" else 50304  # bytes, or GPT-2's tokens, padded
+    small = shape["n_embd"] <= 128  # trained on bytes, the others on GPT-2's tokens
+    B = 16 if small else 8 if config.device == "cuda" else 1
+    vocab = 320 if small else 50304
     tokens = torch.randint(vocab, (B, shape["context"] + 1), device=config.device)
 
     def training_step(scorer):
@@ -267,18 +268,10 @@ def memory(config):
 
 def machine(config):
     """What every row says about where and when it was measured."""
-    name = torch.cuda.get_device_name() if config.device == "cuda" else cpu_name()
+    name = torch.cuda.get_device_name() if config.device == "cuda" else processor()
     return dict(machine=name, threads=torch.get_num_threads(), torch=torch.__version__,
                 python=platform.python_version(), date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 command=" ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]))
-
-
-def cpu_name():
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def show(row):
@@ -301,9 +294,8 @@ def main():
     torch.manual_seed(0)
     rows, about = [], machine(config)
     print(f"{about['machine']}, {about['threads']} threads, PyTorch {about['torch']}")
-    for dtype in DTYPES:
-        peak = matmul_peak(DTYPES[dtype], config.device, config.quick)
-        float32_peak = peak if dtype == "float32" else float32_peak
+    peaks = {dtype: matmul_peak(DTYPES[dtype], config.device, config.quick) for dtype in DTYPES}
+    for dtype, peak in peaks.items():
         print(f"{dtype}: a large matrix product runs at {peak / 1e9:.4g} GFLOP/s")
         for B, T in config.cases():
             for D in (64,) if config.quick else (32, 64):
@@ -312,7 +304,7 @@ def main():
                         rows.append(row | dict(matmul_flops=peak))
                         show(row)
         for preset in fitting_presets(config):
-            if peak >= float32_peak:  # where bf16 is slower than float32, nobody trains in it
+            if peak >= peaks["float32"]:  # where bf16 is slower than float32, nobody trains in it
                 row = step_case(preset, config, dtype, peak)
                 rows.append(row | dict(matmul_flops=peak))
                 show(row)

@@ -139,11 +139,12 @@ def _pick_compile(flags, decisions):
 
 def machine(device):
     """Processor, Python and PyTorch in one line, for the summary."""
-    name = torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} x {_processor()}"
+    name = torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} x {processor()}"
     return f"{name}, Python {platform.python_version()}, torch {torch.__version__}"
 
 
-def _processor():
+def processor():
+    """The CPU's name."""
     try:  # Linux; platform.processor() is empty there
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
         return next(line.split(":")[1].strip() for line in text.splitlines() if line.startswith("model name"))
