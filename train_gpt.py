@@ -3,6 +3,7 @@
     python train_gpt.py --scorer=ssa                                    three minutes on two CPU cores, no download
     python train_gpt.py --scorer=softmax --data=my_text.txt --steps=500
     python train_gpt.py --preset=nemotron-114m --data=corpus/ --scorer=ssa
+    torchrun --nproc-per-node=8 train_gpt.py --preset=nemotron-114m     eight GPUs (see distributed.py)
 
 The run folder (runs/train_gpt-<preset>-<scorer>-s<seed>) gets config.json, model.safetensors, checkpoints, metrics.jsonl,
 loss.png, sample.txt and summary.json. Ctrl-C saves and prints the command that continues. See --help for all flags.
@@ -82,6 +83,7 @@ if __name__ == "__main__":  # a wrong flag is answered here, before the seconds 
 import math
 import statistics
 import time
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -90,31 +92,36 @@ from tqdm import tqdm
 import run
 from checkpoint import load_checkpoint, load_tensors, load_weights, save_checkpoint
 from data import bits_per_byte, prepare
+from distributed import Processes, end_after_loss, is_lost_connection
 from files import read_json, write_atomically, write_json
 from model import Transformer
 
 
 def main(flags, saved):
     sys.stdout.reconfigure(line_buffering=True)  # a log file shows each line when it is printed
+    processes = Processes(flags.device)  # one, unless torchrun has started more
     print(first_line(flags, saved))
 
     # Text, and the last checkpoint if this run had one.
-    corpus = prepare(flags.data, flags.tokenizer, flags.cache_dir, flags.ood or "none")
+    with processes.one_at_a_time(flags.cache_dir):
+        corpus = prepare(flags.data, flags.tokenizer, flags.cache_dir, flags.ood or "none", timeout=flags.data_timeout)
     if saved and saved["data"] != corpus.digest:
         raise UserError(f"--data={flags.data}: the text or its tokens have changed since this run began; restore them, or "
                         "start anew with another --out")
     step, state, complaints = load_checkpoint(flags.out) if saved else (0, None, [])
     for complaint in complaints:
         print(f"warning: {complaint}; the checkpoint before it is used", file=sys.stderr)
+    processes.require_same(corpus.digest, f"--data={flags.data}: has another text here than on process 0; copy --cache-dir")
+    processes.require_same(step, f"--out={flags.out}: has other checkpoints here than on process 0; use a shared folder")
 
     # Model, and the decisions about this machine.
     model = make_model(flags, corpus.tokenizer, fresh=state is None)
     print(f"parameters: {model.n_parameters():,}; training tokens: {corpus.n_tokens('train'):,}")
-    decisions = run.decide(flags, model, saved and saved["decisions"])
+    decisions = processes.from_first(run.decide(flags, model, saved and saved["decisions"], processes.count))
     if not model.scorers()[0].trains_qk:
         print(f"note: {flags.scorer} gives no gradient to queries and keys, which stay as initialised")
-    folder = run.open_run(flags, saved)
-    if not saved:
+    folder = run.open_run(flags, saved) if processes.first else Path(flags.out)
+    if not saved and processes.first:
         run.write_config(folder, flags, model, decisions, data=corpus.digest)
     device, micro_batch = decisions["device"], decisions["micro_batch"]
 
@@ -128,34 +135,44 @@ def main(flags, saved):
         run.set_random_state(state["random"], device)
         scorer_start, seconds_before = state["scorer_start"], state["seconds"]
         print(f"resumed after step {step}")
-    metrics, unigram_bpb = run.Metrics(folder, step), corpus.unigram_bits_per_byte("val")
-    train_model, interrupted, peak = run.compiled(model, decisions), run.Interrupted(), run.peak_flops(decisions)
-    start = time.perf_counter()
-    bar = tqdm(total=flags.steps, initial=step, unit="step", dynamic_ncols=True, disable=None)
+    unigram_bpb = corpus.unigram_bits_per_byte("val")
+    processes.get_in_step()
+    metrics = run.Metrics(folder, step, processes.number)
+    eval_model, interrupted, peak = run.compiled(model, decisions), run.Interrupted(), run.peak_flops(decisions)
+    train_model, my_rows = processes.wrap(eval_model), processes.rows(flags.batch_size)
+    start, stop = time.perf_counter(), False
+    bar = tqdm(total=flags.steps, initial=step, unit="step", dynamic_ncols=True, disable=None if processes.first else True)
 
     def save():
         run.require_finite_weights(model, step)
+        if not processes.first:
+            return
         metrics.sync()
         save_checkpoint(folder, step, model, dict(
             step=step, model=model.state_dict(), optimizer=optimizer.state_dict(), random=run.random_state(device),
             scorer_start=scorer_start, seconds=seconds_before + time.perf_counter() - start))
 
-    while step < flags.steps and not interrupted:
+    while step < flags.steps and not stop:
         step_start = time.perf_counter()
         lr = run.learning_rate(step, flags)
         for group in optimizer.param_groups:
             group["lr"] = lr
         loss = 0.0
-        for first in range(0, flags.batch_size, micro_batch):
-            rows = range(first, first + micro_batch)
+        if flags.dropout:
+            processes.seed_dropout(flags.seed, step)
+        for first in range(0, len(my_rows), micro_batch):
+            rows = my_rows[first : first + micro_batch]
             x, y = corpus.batch(flags.seed, step, rows, flags.batch_size, flags.context)  # (micro_batch, context) each
+            # DDP adds up gradients in the last backward pass only; it wants to know before the forward pass.
+            train_model.require_backward_grad_sync = first + micro_batch == len(my_rows)
             with run.autocast(decisions):
                 _, part = train_model(x.to(device), y.to(device))
-            part = part * micro_batch / flags.batch_size  # every row has as many targets: the mean of means is the mean
+            part = part * micro_batch / len(my_rows)  # every row has as many targets: the mean of means is the mean
             part.backward()
             loss += part.detach()
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), flags.clip).item()
-        loss = float(loss)
+        # What the processes must agree on, in one exchange: the mean loss, and whether anyone was told to stop.
+        loss, stop = processes.sum(float(loss) / processes.count, bool(interrupted))
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             bar.close()
             fail(f"step {step + 1}: the loss is {loss}, the gradient's norm {grad_norm}; stopped, the last checkpoint is "
@@ -168,22 +185,25 @@ def main(flags, saved):
 
         tokens_per_s = flags.batch_size * flags.context / (time.perf_counter() - step_start)
         metrics.write(step=step, loss=loss, lr=lr, grad_norm=grad_norm, tokens_per_s=round(tokens_per_s, 1))
-        mfu = {"mfu": f"{model.flops_per_token() * tokens_per_s / peak:.1%}"} if peak else {}
+        mfu = {"mfu": f"{model.flops_per_token() * tokens_per_s / peak / processes.count:.1%}"} if peak else {}
         bar.set_postfix(loss=f"{loss:.3f}", tok_s=f"{tokens_per_s:,.0f}", **mfu, refresh=False)
         bar.update()
         if step % flags.eval_every == 0 or step == flags.steps:
             result = {}
             for split in corpus.splits[1:]:  # val, and ood if there is one
                 tokens = None if step == flags.steps else flags.eval_tokens
-                result |= evaluate(train_model, corpus, split, flags, decisions, tokens)
+                result |= evaluate(eval_model, corpus, split, flags, decisions, tokens, processes)
             metrics.write(step=step, **result, unigram_bpb=unigram_bpb, **run.scorer_values(model))
             bar.write(report(step, flags, result, unigram_bpb), file=sys.stdout)
-        if step % flags.save_every == 0 or step == flags.steps or interrupted:
+        if step % flags.save_every == 0 or step == flags.steps or stop:
             save()
     bar.close()
+    processes.end()
 
+    if not processes.first:
+        return
     if step < flags.steps:
-        print(f"{interrupted.signal}: saved after step {step}; continue with\n  {run.resume_command('train_gpt.py', flags)}")
+        print(f"{interrupted.signal or 'a signal to another process'}: saved after step {step}; continue with\n  {run.resume_command('train_gpt.py', flags)}")
     else:
         seconds = seconds_before + time.perf_counter() - start
         finish(folder, flags, model, corpus, decisions, run.largest_change(scorer_start, run.scorer_values(model)), seconds)
@@ -216,11 +236,13 @@ def make_model(flags, tokenizer, fresh):
 
 
 @torch.no_grad()
-def evaluate(model, corpus, split, flags, decisions, max_tokens):
-    """Mean loss in nats a token, perplexity, and bits per UTF-8 byte, over a split or about max_tokens of it."""
+def evaluate(model, corpus, split, flags, decisions, max_tokens, processes):
+    """Mean loss in nats a token, perplexity, and bits per UTF-8 byte, over a split or about max_tokens of it. The processes
+    share the batches, in turn."""
     model.eval()
     nats, n_tokens, n_bytes, size = 0.0, 0, 0, decisions["micro_batch"]
-    for x, y in corpus.eval_batches(split, flags.context, size, max_tokens or None):
+    batches = corpus.eval_batches(split, flags.context, size, max_tokens or None)
+    for x, y in islice(batches, processes.number, None, processes.count):
         # The last windows may be fewer or shorter. Padding them keeps one shape, so that a compiled model compiles once.
         full_x, full_y = x.new_zeros(size, flags.context), y.new_full((size, flags.context), -100)
         full_x[:x.size(0), :x.size(1)], full_y[:y.size(0), :y.size(1)] = x, y
@@ -229,6 +251,7 @@ def evaluate(model, corpus, split, flags, decisions, max_tokens):
         nats, n_tokens = nats + loss.item() * y.numel(), n_tokens + y.numel()
         n_bytes += corpus.tokenizer.count_bytes(y)
     model.train()
+    nats, n_tokens, n_bytes = processes.sum(nats, n_tokens, n_bytes)
     return {f"{split}_loss": nats / n_tokens, f"{split}_ppl": math.exp(min(nats / n_tokens, 700)),
             f"{split}_bpb": bits_per_byte(nats, n_bytes)}
 
@@ -270,3 +293,7 @@ if __name__ == "__main__":
         fail(error)
     except KeyboardInterrupt:
         fail("interrupted before training began; nothing was saved", code=130)
+    except RuntimeError as error:
+        if not is_lost_connection(error):
+            raise
+        end_after_loss(error)
