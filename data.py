@@ -266,9 +266,9 @@ class Corpus:
                    for start in range(0, n, step))
 
     def unigram_bits_per_byte(self, split: str) -> float:
-        """The baseline: every token predicted by its frequency in train (each count plus one; the first 20 million tokens
-        tell enough), over the same targets as `eval_batches`: all tokens of the split but the first."""
-        frequencies = self._counts("train", 20_000_000) + 1
+        """The baseline: every token predicted by its frequency in train (each count plus one; of planned files the first
+        tells enough), over the same targets as `eval_batches`: all tokens of the split but the first."""
+        frequencies = self._counts("train", self.manifest.get("shard_tokens")) + 1
         targets = self._counts(split)
         targets[self.tokens(split, 0, 1)] -= 1
         nats = -float(targets @ np.log(frequencies / frequencies.sum()))

@@ -94,24 +94,29 @@ def connect(url: str, start: int = 0):
 # ---- Listing and download -------------------------------------------------------------------------------------------
 
 
-def hub_listing(remote: Remote) -> list[File]:
-    """The files of a pinned folder as the hub describes them now."""
+def hub_address(remote: Remote, pattern: str) -> str:
+    """An address of a pinned folder at the hub or its mirror."""
     hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-    repository, rest = remote.origin.split("@")
-    commit, folder = rest.split("/", 1)
-    url = f"{hub}/api/datasets/{repository}/tree/{commit}/{folder}"
+    return hub + "/" + pattern.format(*remote.origin.split("@"))
+
+
+LIST, GET = "api/datasets/{}/tree/{}", "datasets/{}/resolve/{}"
+
+
+def hub_listing(remote: Remote) -> list[dict]:
+    """Name, size and sha256 of the files of a pinned folder, as the hub tells them now."""
+    url = hub_address(remote, LIST)
     try:
         with connect(url) as answer:
             entries = json.loads(answer.read(2**24))
-        found = [File(PurePosixPath(entry["path"]).name, f"{hub}/datasets/{repository}/resolve/{commit}/{entry['path']}",
-                      int(entry["lfs"]["size"]), str(entry["lfs"]["oid"]))
+        found = [{"name": PurePosixPath(entry["path"]).name, "size": int(entry["lfs"]["size"]), "sha256": entry["lfs"]["oid"]}
                  for entry in entries if entry["type"] == "file" and entry["path"].endswith(remote.ending)]
     except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{url}: cannot be listed ({one_line(error)}); check the network, or name a mirror with "
                         "HF_ENDPOINT") from None
     if len(found) != remote.n_files:
         raise UserError(f"{url}: lists {len(found)} files, but {remote.n_files} are published; try another HF_ENDPOINT")
-    return sorted(found, key=lambda file: file.name)
+    return sorted(found, key=lambda file: file["name"])
 
 
 def listing(remote: Remote, folder: Path) -> list[File]:
@@ -120,9 +125,9 @@ def listing(remote: Remote, folder: Path) -> list[File]:
         return list(remote.files)
     path = folder / f"files-{remote.n_files}.json"  # corpora that share a folder list different files of it
     if not path.exists():
-        found = hub_listing(remote)
-        write_json(path, {"origin": remote.origin, "files": [vars(file) for file in found]})
-    return [File(**file) for file in read_json(path, "delete it, it will be asked for anew")["files"]]
+        write_json(path, {"origin": remote.origin, "files": hub_listing(remote)})
+    files = read_json(path, "delete it, it will be asked for anew")["files"]
+    return [File(file["name"], f"{hub_address(remote, GET)}/{file['name']}", file["size"], file["sha256"]) for file in files]
 
 
 def download(file: File, folder: Path) -> Path:

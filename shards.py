@@ -234,6 +234,8 @@ def fill(source: Source, tokenizer: Tokenizer, folder: Path, manifest: dict, wor
             writer.end_early(number + 1)
             if sum(shard["tokens"] for shard in splits[split]["shards"]) < 2:
                 raise UserError(f"{source.name}: too little text for its {split} split; give more, or fewer --tokens")
+    for left in [*folder.glob(".*.partial"), *folder.glob(".*.tmp")]:  # by commands that were killed
+        left.unlink()
     manifest |= {"complete": True, "plan": plan_digest(manifest)}
     write_json(path, manifest)
 
