@@ -133,3 +133,12 @@ def load_checkpoint(folder):
     if complaints:
         raise UserError("; ".join(complaints) + "; no whole checkpoint is left: start anew with --overwrite")
     return 0, None, complaints
+
+
+def restore(model, optimizer, state, where):
+    """Give model and optimiser what a checkpoint holds of them. Raises UserError where they do not fit each other."""
+    load_weights(model, state["model"], where)
+    try:
+        optimizer.load_state_dict(state["optimizer"])
+    except ValueError as error:
+        raise UserError(f"{where}: its optimiser state does not fit ({error}); use the flags that it was trained with") from None

@@ -76,11 +76,13 @@ class ModelConfig:
 
 
 # The published decoder follows Nemotron: squared ReLU, LayerNorm with weight 1 + w, rotary on half of each head, no biases.
-# `laptop` is the same architecture at a size that two CPU cores train in three minutes (ours).
+# `laptop` (ours) is the same architecture at a size that two CPU cores train in three minutes, `shakespeare` as small as
+# nanoGPT's for a CPU.
 NEMOTRON = dict(activation="relu2", positions="rotary", rotary_fraction=0.5, norm_offset=True, bias=False)
 GPT2 = dict(activation="gelu", positions="learned", norm_offset=False, bias=True)
 MODEL_PRESETS = {
     "laptop": dict(n_layer=4, n_head=4, n_kv_head=2, n_embd=128, n_ff=512, context=128, **NEMOTRON),
+    "shakespeare": dict(n_layer=4, n_head=4, n_kv_head=4, n_embd=128, n_ff=512, context=64, **NEMOTRON),
     "nemotron-114m": dict(n_layer=12, n_head=24, n_kv_head=8, n_embd=768, n_ff=3072, context=1024, **NEMOTRON),
     "gpt2-124m": dict(n_layer=12, n_head=12, n_kv_head=12, n_embd=768, n_ff=3072, context=1024, **GPT2),
 }

@@ -188,7 +188,7 @@ def _resumed(Config, out, argv):
     config.out = out
     for f in fields(Config):
         then, now = getattr(before, f.name), getattr(config, f.name)
-        if f.name not in ("out", "resume", "overwrite", "data_timeout") and then != now:
+        if f.name not in ("out", "resume", "overwrite", "data_timeout", "dry_run") and then != now:
             raise UserError(f"{flag(f.name)}={now}: the run in {out} was started with {flag(f.name)}={then}; leave the flag "
                             "out to continue it, or choose another --out")
     return config, saved

@@ -8,9 +8,12 @@ import io
 import json
 import math
 import os
+import platform
+import shlex
 import shutil
 import signal
 import statistics
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -99,7 +102,8 @@ def _pick_dtype(wanted, decisions, model):
         return wanted, "--dtype"
     if decisions["device"] == "mps":
         return "float32", "the safe choice on Metal"
-    rows = min(decisions["micro_batch"] * model.context, 4096)
+    # On a CPU that has no bfloat16 units its products are slower by a hundred times: then few rows must do.
+    rows = min(decisions["micro_batch"] * model.context, 4096 if decisions["device"] == "cuda" else 512)
 
     def seconds(dtype):  # the feed-forward product of this model, the median of five after a warm-up
         a = torch.randn(rows, model.n_embd, device=decisions["device"], dtype=dtype)
@@ -147,6 +151,20 @@ def _pick_compile(flags, decisions):
     return "on", "fuses the passes of the plain path over the scores"
 
 
+def machine(device):
+    """Processor, Python and PyTorch in one line, for the summary."""
+    name = torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} x {_processor()}"
+    return f"{name}, Python {platform.python_version()}, torch {torch.__version__}"
+
+
+def _processor():
+    try:  # Linux; platform.processor() is empty there
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        return next(line.split(":")[1].strip() for line in text.splitlines() if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
 def compiled(model, decisions):
     """The function to train with: the model itself, or its compiled wrapper. Save the model, never the wrapper."""
     return torch.compile(model, dynamic=False) if decisions["compile"] == "on" else model
@@ -171,6 +189,8 @@ def open_run(flags, saved):
     """Make the run folder, or say why not: an existing run is kept unless --overwrite. Nothing is deleted but a run's files."""
     folder = Path(flags.out)
     if saved:
+        for stale in folder.glob(".*.tmp"):  # what a kill left half written
+            stale.unlink(missing_ok=True)
         return folder
     try:
         if folder.exists() and not folder.is_dir():
@@ -297,6 +317,9 @@ class Metrics:
             self.file = open(os.devnull, "w", encoding="utf-8")
             return
         kept = [line for line in read_metrics(self.path) if line["step"] <= step] if step else []
+        if step and (not kept or kept[-1]["step"] < step):
+            print(f"warning: {self.path}: damaged or cut short; its lines after step {kept[-1]['step'] if kept else 0} are "
+                  "lost", file=sys.stderr)
         write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept).encode("utf-8"))
         self.file = open(self.path, "a", encoding="utf-8")
 
@@ -351,6 +374,6 @@ def plot_loss(folder, baseline=None):
     write_atomically(folder / "loss.png", buffer.getvalue())
 
 
-def resume_command(script, flags):
+def resume_command(flags):
     """The command that continues this run."""
-    return f"python {script} {flag('out')}={flags.out} --resume"
+    return shlex.join(["python", sys.argv[0], f"{flag('out')}={flags.out}", "--resume"])

@@ -1,7 +1,7 @@
 // SSA attention on CPU, forward and backward: the kernel behind the path `blockwise` where a C++ compiler is present.
 //
-// ssa_cpu.py compiles this file on first use and calls `ssa_forward` and `ssa_backward`. It is plain C++ and OpenMP: the
-// arrays, scratch memory included, belong to the caller, and the matrix products are the BLAS that PyTorch brings along.
+// ssa_cpu.py compiles this file on first use and calls `ssa_forward` and `ssa_backward`. It is plain C++ and OpenMP:
+// all arrays, scratch memory included, belong to the caller, and the matrix products are those of PyTorch's BLAS.
 //
 // One (batch, head) at a time, in tiles of ROWS queries by COLS keys that stay in the core's cache:
 //
@@ -14,25 +14,33 @@
 //     dt = P (dP - delta),   dz = dt n b / (1 + b|z|),   dn = sum dt t / n,   db = sum dz z / b
 //     dv = P^T dout,   dq = scale dz k,   dk = scale dz^T q
 //
-// Why there is no running maximum. By Cauchy-Schwarz |z| <= scale |q| |k|, so with the longest q of a tile and the longest
-// k of the head, |t| <= n log2(1 + b scale max|q| max|k|). While that is at most 60, 2^-60 <= p <= 2^60: no p overflows or
-// fades to 0, nor does a sum of fewer than 2^60 of them. Growth is polynomial, so every head met in training is far below:
-// b = 1, n = 2 allow |z| up to a billion. (Softmax has no such bound: its t is z, and exp(z) overflows at z = 89.) Where a
-// tile is not `tame`, the functions below return 0 and ssa_flash.py takes the pure PyTorch version, which knows no limit.
+// Why there is no running maximum. By Cauchy-Schwarz |z| <= scale |q| |k|, so with the longest q of a tile and the
+// longest k of the head, |t| <= n log2(1 + b scale max|q| max|k|). While that is at most 60, 2^-60 <= p <= 2^60: no p
+// overflows or fades to 0, nor does a sum of fewer than 2^60 of them. Growth is polynomial, so every head met in
+// training is far below: b = 1, n = 2 allow |z| up to a billion. (Softmax's t is z itself, and exp(z) overflows at 89.)
+// Where a tile is not `tame`, the functions below return 0 and ssa_flash.py takes the pure PyTorch version instead.
 
+#include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+#include <vector>
 
 #include <omp.h>
 
 extern "C" void sgemm_(const char* transa, const char* transb, const int* m, const int* n, const int* k,
                        const float* alpha, const float* a, const int* lda, const float* b, const int* ldb,
                        const float* beta, float* c, const int* ldc);
+extern "C" void gemm_bf16bf16f32_(const char* transa, const char* transb, const int* m, const int* n, const int* k,
+                                  const float* alpha, const uint16_t* a, const int* lda, const uint16_t* b,
+                                  const int* ldb, const float* beta, float* c, const int* ldc)
+    __attribute__((weak));  // MKL has it; null elsewhere
 
 namespace {
 
-constexpr int64_t ROWS = 64, COLS = 256;  // z and dP of a tile: 64 KB each, beside 256 rows of k, v, dk and dv in L2
+constexpr int64_t ROWS = 48, COLS = 256;  // z and dP of a tile: 48 KB each, beside 256 rows of k, v, dk and dv in L2
 
 // A tensor (B, H, T, width): the strides count elements, the last one is 1.
 struct Tensor4 {
@@ -42,7 +50,7 @@ struct Tensor4 {
 
 struct Problem {  // ssa_cpu.py fills it in, in this order
     int64_t B, H, Hkv, Q, K, D, Dv;
-    int64_t bfloat16, causal, threads, scratch_size;
+    int64_t bfloat16, bfloat16_products, causal, threads, scratch_size;
     const float *b, *n;    // (H,)
     float* lse;            // (B, H, Q)
     double* sums;          // (2, B, H): what b's and n's gradients sum up to
@@ -53,59 +61,64 @@ struct Problem {  // ssa_cpu.py fills it in, in this order
     double scale;
 };
 
-// ------------------------------------------------------------------------------------------------------ the elementwise
+// ----------------------------------------------------------------------------------------------------- the elementwise
 
 inline int32_t bits_of(float x) { int32_t i; std::memcpy(&i, &x, 4); return i; }
 inline float float_of(int32_t i) { float x; std::memcpy(&x, &i, 4); return x; }
 
-// log2(1 + x) for 0 <= x < 2^127, absolute error below 1e-7, relative below 2e-7: 1 + x = 2^e (1 + f), -1/4 <= f < 1/2.
+inline float widen(float x) { return x; }
+inline float widen(uint16_t x) { return float_of(static_cast<int32_t>(x) << 16); }  // bfloat16: float32's upper half
+
+inline void narrow(float x, float& to) { to = x; }
+inline void narrow(float x, uint16_t& to) {
+    const uint32_t i = bits_of(x);
+    to = x != x ? 0x7fc0 : (i + 0x7fff + ((i >> 16) & 1)) >> 16;  // nearest, ties to even
+}
+
+// log2(1 + x), 0 <= x < 2^127, relative error below 2e-7: 1 + x = 2^e (1 + f), -1/4 <= f < 1/2.
 inline float log2_1p(float x) {
     const float u = 1.0f + x;
     const int32_t e = (bits_of(u) - 0x3f400000) >> 23;  // 0x3f400000 is 0.75, where e steps up
     const float f = e == 0 ? x : float_of(bits_of(u) - (e << 23)) - 1.0f;  // x itself keeps the digits that 1 + x drops
     float p = 0.0780657232f;  // log2(1 + f) / f: least maximal relative error among polynomials of degree 8
-    p = p * f - 0.174229220f;
-    p = p * f + 0.216324717f;
-    p = p * f - 0.242723629f;
-    p = p * f + 0.288191527f;
-    p = p * f - 0.360575914f;
-    p = p * f + 0.480902076f;
-    p = p * f - 0.721348464f;
-    p = p * f + 1.44269502f;
+    p = (p * f - 0.174229220f) * f + 0.216324717f;
+    p = (p * f - 0.242723629f) * f + 0.288191527f;
+    p = (p * f - 0.360575914f) * f + 0.480902076f;
+    p = (p * f - 0.721348464f) * f + 1.44269502f;
     return p * f + static_cast<float>(e);
 }
 
-// 2^t for -126 <= t <= 127, relative error below 2e-7: 2^t = 2^i 2^f, i the nearest integer, -1/2 <= f <= 1/2.
+// 2^t, -126 <= t <= 127, relative error below 3e-7: 2^t = 2^i 2^f, i the nearest integer, -1/2 <= f <= 1/2.
 inline float exp2_poly(float t) {
     const float shifted = t + 12582912.0f;  // 1.5 * 2^23: rounds t to an integer and leaves that in the lowest bits
     const float f = t - (shifted - 12582912.0f);
     float p = 0.00132764666f;  // 2^f: least maximal relative error among polynomials of degree 5
-    p = p * f + 0.00967554096f;
-    p = p * f + 0.0555071346f;
-    p = p * f + 0.240221202f;
-    p = p * f + 0.693146944f;
+    p = (p * f + 0.00967554096f) * f + 0.0555071346f;
+    p = (p * f + 0.240221202f) * f + 0.693146944f;
     p = p * f + 1.00000012f;
     return float_of(bits_of(p) + (bits_of(shifted) << 23));
 }
 
-// A row of scores z becomes its unnormalised weights p, in place; returns their sum. allowed: null, or a mask's row.
-template <bool masked>
-float weigh(float* z, int64_t count, float b, float n, const uint8_t* allowed) {
+// A row of scores z -> its unnormalised weights p; returns their sum. allowed: null, or a mask's row.
+// M, here and below, is what enters a matrix product: float, or uint16_t for bfloat16. With float, p may be z itself.
+template <bool masked, typename M>
+float weigh(const float* z, M* p, int64_t count, float b, float n, const uint8_t* allowed) {
     float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
     for (int64_t j = 0; j < count; j++) {
         const float t = std::copysign(n * log2_1p(b * std::fabs(z[j])), z[j]);
-        const float p = exp2_poly(t);
-        z[j] = !masked || allowed[j] ? p : 0.0f;
-        sum += z[j];
+        const float e = exp2_poly(t);
+        const float pj = !masked || allowed[j] ? e : 0.0f;
+        narrow(pj, p[j]);
+        sum += pj;
     }
     return sum;
 }
 
-// A row of z becomes P and a row of dP becomes dz, in place; the row's share of n dn / log 2 and of b db is added on.
-template <bool masked>
-void weigh_backward(float* z, float* dp, int64_t count, float b, float n, float lse, float delta,
-                    const uint8_t* allowed, double& dn, double& db) {
+// A row of z and of dP -> a row of P and of dz; the row's share of dn / log 2 and of b db is added on.
+template <bool masked, typename M>
+void weigh_backward(const float* z, const float* dp, M* p, M* dz, int64_t count, float b, float n, float lse,
+                    float delta, const uint8_t* allowed, double& dn, double& db) {
     const float nb = n * b;
     float sum_n = 0.0f, sum_b = 0.0f;
 #pragma omp simd reduction(+ : sum_n, sum_b)
@@ -114,77 +127,76 @@ void weigh_backward(float* z, float* dp, int64_t count, float b, float n, float 
         const float log = std::copysign(log2_1p(x), zj);
         const float t = n * log - lse;
         const float e = exp2_poly(t > -126.0f ? t : -126.0f);
-        const float p = !masked || allowed[j] ? e : 0.0f;
-        const float dt = p * (dp[j] - delta);
-        const float dz = dt * (nb / (1.0f + x));
-        z[j] = p;
-        dp[j] = dz;
+        const float pj = !masked || allowed[j] ? e : 0.0f;
+        const float dt = pj * (dp[j] - delta);
+        const float dzj = dt * (nb / (1.0f + x));
+        narrow(pj, p[j]);
+        narrow(dzj, dz[j]);
         sum_n += dt * log;
-        sum_b += dz * zj;
+        sum_b += dzj * zj;
     }
     dn += sum_n;
     db += sum_b;
 }
 
-// ---------------------------------------------------------------------------------------------- rows in, rows out, BLAS
+// --------------------------------------------------------------------------------------------- rows in, rows out, BLAS
 
-inline int64_t smaller(int64_t x, int64_t y) { return x < y ? x : y; }
+template <typename From, typename To>
+void copy_row(const From* from, float scale, int64_t width, To* to) {
+    for (int64_t j = 0; j < width; j++) narrow(scale * widen(from[j]), to[j]);
+}
 
-// `count` rows from `first` on of x[batch, head] -> out (count, width), contiguous float32, times `scale`.
+// `count` rows from `first` on of x[batch, head], times `scale` -> out (count, width), contiguous.
+template <typename M>
 void load(const Problem& p, const Tensor4& x, int64_t batch, int64_t head, int64_t first, int64_t count, int64_t width,
-          float scale, float* out) {
-    const int64_t start = batch * x.batch + head * x.head + first * x.row;
-    for (int64_t i = 0; i < count; i++, out += width) {
-        if (p.bfloat16) {
-            const uint16_t* row = static_cast<const uint16_t*>(x.data) + start + i * x.row;
-            for (int64_t j = 0; j < width; j++) out[j] = scale * float_of(static_cast<int32_t>(row[j]) << 16);
-        } else {
-            const float* row = static_cast<const float*>(x.data) + start + i * x.row;
-            for (int64_t j = 0; j < width; j++) out[j] = scale * row[j];
-        }
+          float scale, M* out) {
+    int64_t at = batch * x.batch + head * x.head + first * x.row;
+    for (int64_t i = 0; i < count; i++, at += x.row, out += width) {
+        if (p.bfloat16) copy_row(static_cast<const uint16_t*>(x.data) + at, scale, width, out);
+        else copy_row(static_cast<const float*>(x.data) + at, scale, width, out);
     }
 }
 
-inline uint16_t to_bfloat16(float x) {
-    const uint32_t i = bits_of(x);
-    return x != x ? 0x7fc0 : static_cast<uint16_t>((i + 0x7fff + ((i >> 16) & 1)) >> 16);  // nearest, ties to even
-}
-
-// The reverse: `count` contiguous float32 rows times `scale` -> x[batch, head] from row `first` on.
+// The reverse: `count` contiguous rows, times `scale` -> x[batch, head] from row `first` on.
 void store(const Problem& p, const Tensor4& x, int64_t batch, int64_t head, int64_t first, int64_t count, int64_t width,
            float scale, const float* in) {
-    const int64_t start = batch * x.batch + head * x.head + first * x.row;
-    for (int64_t i = 0; i < count; i++, in += width) {
-        if (p.bfloat16) {
-            uint16_t* row = static_cast<uint16_t*>(x.data) + start + i * x.row;
-            for (int64_t j = 0; j < width; j++) row[j] = to_bfloat16(scale * in[j]);
-        } else {
-            float* row = static_cast<float*>(x.data) + start + i * x.row;
-            for (int64_t j = 0; j < width; j++) row[j] = scale * in[j];
-        }
+    int64_t at = batch * x.batch + head * x.head + first * x.row;
+    for (int64_t i = 0; i < count; i++, at += x.row, in += width) {
+        if (p.bfloat16) copy_row(in, scale, width, static_cast<uint16_t*>(x.data) + at);
+        else copy_row(in, scale, width, static_cast<float*>(x.data) + at);
     }
+}
+
+inline void gemm(char op_a, char op_b, int m, int n, int k, const float* a, int lda, const float* b, int ldb,
+                 float beta, float* c, int ldc) {
+    const float one = 1;
+    sgemm_(&op_a, &op_b, &m, &n, &k, &one, a, &lda, b, &ldb, &beta, c, &ldc);
+}
+inline void gemm(char op_a, char op_b, int m, int n, int k, const uint16_t* a, int lda, const uint16_t* b, int ldb,
+                 float beta, float* c, int ldc) {
+    const float one = 1.0f;
+    gemm_bf16bf16f32_(&op_a, &op_b, &m, &n, &k, &one, a, &lda, b, &ldb, &beta, c, &ldc);
 }
 
 // c (m, n) = beta c + op(a) op(b), all row-major with leading dimensions ld; op transposes where the flag is 'T'.
 // BLAS counts by columns, and a row-major matrix is the transpose of a column-major one: c^T = op(b)^T op(a)^T.
-void matmul(char op_a, char op_b, int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const float* b,
-            int64_t ldb, float beta, float* c, int64_t ldc) {
-    const int M = m, N = n, K = k, LDA = lda, LDB = ldb, LDC = ldc;
-    const float one = 1.0f;
-    sgemm_(&op_b, &op_a, &N, &M, &K, &one, b, &LDB, a, &LDA, &beta, c, &LDC);
+template <typename M>
+void matmul(char op_a, char op_b, int64_t m, int64_t n, int64_t k, const M* a, int64_t lda, const M* b, int64_t ldb,
+            float beta, float* c, int64_t ldc) {
+    gemm(op_b, op_a, n, m, k, b, ldb, a, lda, beta, c, ldc);
 }
 
-float longest(const float* rows, int64_t count, int64_t width) {
+template <typename M>
+float longest(const M* rows, int64_t count, int64_t width) {
     float most = 0.0f;
     for (int64_t i = 0; i < count; i++) {
         float square = 0.0f;
 #pragma omp simd reduction(+ : square)
-        for (int64_t j = 0; j < width; j++) square += rows[i * width + j] * rows[i * width + j];
+        for (int64_t j = 0; j < width; j++) square += widen(rows[i * width + j]) * widen(rows[i * width + j]);
         most = square <= most ? most : square;  // in this order, because a NaN must not be passed over
     }
     return std::sqrt(most);
 }
-
 inline bool tame(float b, float n, float longest_q, float longest_k) {
     return n * std::log2(1.0f + b * longest_q * longest_k) <= 60.0f;  // false for inf and NaN
 }
@@ -193,7 +205,7 @@ inline bool tame(float b, float n, float longest_q, float longest_k) {
 inline int64_t visible(const Problem& p, int64_t i, int64_t j0, int64_t cols) {
     if (!p.causal) return cols;
     const int64_t count = p.K - p.Q + i + 1 - j0;
-    return count < 0 ? 0 : smaller(count, cols);
+    return std::clamp<int64_t>(count, 0, cols);
 }
 
 // The mask of query i from key j0 on as contiguous bytes, or null where there is none. buffer: COLS bytes.
@@ -206,13 +218,29 @@ const uint8_t* mask_row(const Problem& p, int64_t batch, int64_t head, int64_t i
     return buffer;
 }
 
-// ------------------------------------------------------------------------------------------------------- one head's work
+// ----------------------------------------------------------------------------------------------------- one head's work
 
-// Each returns whether all was tame.
+// Cuts a piece off the scratch memory.
+template <typename T>
+T* take(float*& scratch, int64_t count) {
+    float* start = scratch;
+    scratch += (count * sizeof(T) + sizeof(float) - 1) / sizeof(float);
+    return reinterpret_cast<T*>(start);
+}
 
+// Weights as wide as the scores they come from take their place.
+template <typename M>
+M* weights_of(float* scores, float*& scratch) {
+    return std::is_same_v<M, float> ? reinterpret_cast<M*>(scores) : take<M>(scratch, ROWS * COLS);
+}
+
+// One query head. Returns whether all was tame, as does the next.
+template <typename M>
 bool forward_head(const Problem& p, int64_t batch, int64_t head, float* scratch) {
     const int64_t kv_head = head / (p.H / p.Hkv), D = p.D, Dv = p.Dv;
-    float *k = scratch, *v = k + p.K * D, *q = v + p.K * Dv, *z = q + ROWS * D, *out = z + ROWS * COLS;
+    M *k = take<M>(scratch, p.K * D), *v = take<M>(scratch, p.K * Dv), *q = take<M>(scratch, ROWS * D);
+    float *z = take<float>(scratch, ROWS * COLS), *out = take<float>(scratch, ROWS * Dv);
+    M* weights = weights_of<M>(z, scratch);
     load(p, p.k, batch, kv_head, 0, p.K, D, 1.0f, k);
     load(p, p.v, batch, kv_head, 0, p.K, Dv, 1.0f, v);
     const float b = p.b[head], n = p.n[head], longest_k = longest(k, p.K, D);
@@ -220,23 +248,24 @@ bool forward_head(const Problem& p, int64_t batch, int64_t head, float* scratch)
     uint8_t buffer[COLS];
 
     for (int64_t i0 = 0; i0 < p.Q; i0 += ROWS) {
-        const int64_t rows = smaller(ROWS, p.Q - i0);
+        const int64_t rows = std::min(ROWS, p.Q - i0);
         load(p, p.q, batch, head, i0, rows, D, static_cast<float>(p.scale), q);
         if (!tame(b, n, longest(q, rows, D), longest_k)) return false;
         std::memset(out, 0, rows * Dv * sizeof(float));
         double sum[ROWS] = {0};
         const int64_t end = visible(p, i0 + rows - 1, 0, p.K);  // the last query of the tile sees the most keys
         for (int64_t j0 = 0; j0 < end; j0 += COLS) {
-            const int64_t cols = smaller(COLS, end - j0);
+            const int64_t cols = std::min(COLS, end - j0);
             matmul('N', 'T', rows, cols, D, q, D, k + j0 * D, D, 0.0f, z, COLS);
             for (int64_t r = 0; r < rows; r++) {
-                float* row = z + r * COLS;
+                M* row = weights + r * COLS;
                 const int64_t count = visible(p, i0 + r, j0, cols);
                 const uint8_t* allowed = mask_row(p, batch, head, i0 + r, j0, count, buffer);
-                sum[r] += allowed ? weigh<true>(row, count, b, n, allowed) : weigh<false>(row, count, b, n, nullptr);
-                std::memset(row + count, 0, (cols - count) * sizeof(float));
+                sum[r] += allowed ? weigh<true>(z + r * COLS, row, count, b, n, allowed)
+                                  : weigh<false>(z + r * COLS, row, count, b, n, nullptr);
+                std::memset(row + count, 0, (cols - count) * sizeof(M));
             }
-            matmul('N', 'N', rows, Dv, cols, z, COLS, v + j0 * Dv, Dv, 1.0f, out, Dv);
+            matmul('N', 'N', rows, Dv, cols, weights, COLS, v + j0 * Dv, Dv, 1.0f, out, Dv);
         }
         for (int64_t r = 0; r < rows; r++) {
             const float inverse = sum[r] > 0 ? 1.0 / sum[r] : 0.0f;  // a row that sees nothing is all 0
@@ -249,14 +278,19 @@ bool forward_head(const Problem& p, int64_t batch, int64_t head, float* scratch)
 }
 
 // All query heads that share one key/value head, so that nobody else adds to its dk and dv.
+template <typename M>
 bool backward_head(const Problem& p, int64_t batch, int64_t kv_head, float* scratch) {
     const int64_t groups = p.H / p.Hkv, D = p.D, Dv = p.Dv;
-    float *k = scratch, *v = k + p.K * D, *dk = v + p.K * Dv, *dv = dk + p.K * D, *q = dv + p.K * Dv;
-    float *dq = q + ROWS * D, *dout = dq + ROWS * D, *out = dout + ROWS * Dv;
-    float *z = out + ROWS * Dv, *dp = z + ROWS * COLS;
+    M *k = take<M>(scratch, p.K * D), *v = take<M>(scratch, p.K * Dv), *q = take<M>(scratch, ROWS * D);
+    M *out = take<M>(scratch, ROWS * Dv), *dout = take<M>(scratch, ROWS * Dv);
+    float *z = take<float>(scratch, ROWS * COLS), *dp = take<float>(scratch, ROWS * COLS);
+    M *weights = weights_of<M>(z, scratch), *dz = weights_of<M>(dp, scratch);
+    float *dq = take<float>(scratch, ROWS * D), *dk = take<float>(scratch, p.K * D);
+    float* dv = take<float>(scratch, p.K * Dv);
     load(p, p.k, batch, kv_head, 0, p.K, D, 1.0f, k);
     load(p, p.v, batch, kv_head, 0, p.K, Dv, 1.0f, v);
-    std::memset(dk, 0, p.K * (D + Dv) * sizeof(float));  // and dv, which follows
+    std::memset(dk, 0, p.K * D * sizeof(float));
+    std::memset(dv, 0, p.K * Dv * sizeof(float));
     const float longest_k = longest(k, p.K, D);
     uint8_t buffer[COLS];
 
@@ -265,33 +299,33 @@ bool backward_head(const Problem& p, int64_t batch, int64_t kv_head, float* scra
         const float* lse = p.lse + (batch * p.H + head) * p.Q;
         double dn = 0.0, db = 0.0;
         for (int64_t i0 = 0; i0 < p.Q; i0 += ROWS) {
-            const int64_t rows = smaller(ROWS, p.Q - i0);
+            const int64_t rows = std::min(ROWS, p.Q - i0);
             load(p, p.q, batch, head, i0, rows, D, static_cast<float>(p.scale), q);
             if (!tame(b, n, longest(q, rows, D), longest_k)) return false;
             load(p, p.out, batch, head, i0, rows, Dv, 1.0f, out);
             load(p, p.dout, batch, head, i0, rows, Dv, 1.0f, dout);
             float delta[ROWS] = {0};
             for (int64_t r = 0; r < rows; r++)
-                for (int64_t d = 0; d < Dv; d++) delta[r] += dout[r * Dv + d] * out[r * Dv + d];
+                for (int64_t d = 0; d < Dv; d++) delta[r] += widen(dout[r * Dv + d]) * widen(out[r * Dv + d]);
             std::memset(dq, 0, rows * D * sizeof(float));
             const int64_t end = visible(p, i0 + rows - 1, 0, p.K);
             for (int64_t j0 = 0; j0 < end; j0 += COLS) {
-                const int64_t cols = smaller(COLS, end - j0);
+                const int64_t cols = std::min(COLS, end - j0);
                 matmul('N', 'T', rows, cols, D, q, D, k + j0 * D, D, 0.0f, z, COLS);
                 matmul('N', 'T', rows, cols, Dv, dout, Dv, v + j0 * Dv, Dv, 0.0f, dp, COLS);
                 for (int64_t r = 0; r < rows; r++) {
-                    float *row = z + r * COLS, *drow = dp + r * COLS;
+                    M *row = weights + r * COLS, *drow = dz + r * COLS;
                     const float lse2 = lse[i0 + r] * 1.44269504f;  // in base 2
                     const int64_t count = visible(p, i0 + r, j0, cols);
                     const uint8_t* allowed = mask_row(p, batch, head, i0 + r, j0, count, buffer);
-                    (allowed ? weigh_backward<true> : weigh_backward<false>)(row, drow, count, b, n, lse2,
-                                                                             delta[r], allowed, dn, db);
-                    std::memset(row + count, 0, (cols - count) * sizeof(float));
-                    std::memset(drow + count, 0, (cols - count) * sizeof(float));
+                    const auto apply = allowed ? weigh_backward<true, M> : weigh_backward<false, M>;
+                    apply(z + r * COLS, dp + r * COLS, row, drow, count, b, n, lse2, delta[r], allowed, dn, db);
+                    std::memset(row + count, 0, (cols - count) * sizeof(M));
+                    std::memset(drow + count, 0, (cols - count) * sizeof(M));
                 }
-                matmul('T', 'N', cols, Dv, rows, z, COLS, dout, Dv, 1.0f, dv + j0 * Dv, Dv);
-                matmul('T', 'N', cols, D, rows, dp, COLS, q, D, 1.0f, dk + j0 * D, D);
-                matmul('N', 'N', rows, D, cols, dp, COLS, k + j0 * D, D, 1.0f, dq, D);
+                matmul('T', 'N', cols, Dv, rows, weights, COLS, dout, Dv, 1.0f, dv + j0 * Dv, Dv);
+                matmul('T', 'N', cols, D, rows, dz, COLS, q, D, 1.0f, dk + j0 * D, D);
+                matmul('N', 'N', rows, D, cols, dz, COLS, k + j0 * D, D, 1.0f, dq, D);
             }
             store(p, p.dq, batch, head, i0, rows, D, static_cast<float>(p.scale), dq);
         }
@@ -305,26 +339,50 @@ bool backward_head(const Problem& p, int64_t batch, int64_t kv_head, float* scra
 
 }  // namespace
 
-// ------------------------------------------------------------------------------------------------------- what Python sees
+// ---------------------------------------------------------------------------------------------------- what Python sees
 
-extern "C" int64_t ssa_scratch_size(int64_t K, int64_t D, int64_t Dv) {  // floats a thread, enough for either direction
-    return 2 * K * (D + Dv) + 2 * ROWS * (D + Dv) + 2 * ROWS * COLS;
+// Floats a thread: k and v of a head (backward: and their gradients), tiles of queries, z and weights (and dP, dz).
+extern "C" int64_t ssa_scratch_size(int64_t K, int64_t D, int64_t Dv, int64_t backward) {
+    return (1 + backward) * (K * (D + Dv) + 2 * ROWS * (D + Dv) + 2 * ROWS * COLS) + 16;
+}
+
+// Whether a tile's product is at least a fifth faster in bfloat16 than in float32 on this CPU; both are timed.
+extern "C" int ssa_bfloat16_pays() {
+    if (!gemm_bf16bf16f32_) return 0;
+    constexpr int64_t D = 64;
+    const std::vector<float> a(ROWS * D, 1.0f), b(COLS * D, 1.0f);
+    const std::vector<uint16_t> narrow_a(ROWS * D, 0x3f80), narrow_b(COLS * D, 0x3f80);
+    std::vector<float> c(ROWS * COLS);
+    const auto seconds = [&](const auto& a, const auto& b) {
+        const auto start = std::chrono::steady_clock::now();
+        matmul('N', 'T', ROWS, COLS, D, a.data(), D, b.data(), D, 0.0f, c.data(), COLS);
+        return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    };
+    double wide = 1e9, narrow = 1e9;
+#pragma omp parallel num_threads(2)
+#pragma omp single  // one thread of a parallel region, where BLAS starts none of its own: as in the kernels
+    for (int i = 0; i < 10; i++) {
+        wide = std::min(wide, seconds(a, b));
+        narrow = std::min(narrow, seconds(narrow_a, narrow_b));
+    }
+    return narrow < 0.8 * wide;
 }
 
 // Both return 1, or 0 if some tile was not tame; what they wrote is worthless then.
-
 extern "C" int ssa_forward(const Problem* p) {
+    const auto head = p->bfloat16_products ? forward_head<uint16_t> : forward_head<float>;
     int all = 1;
 #pragma omp parallel for schedule(dynamic) num_threads(p->threads) reduction(min : all)
     for (int64_t task = 0; task < p->B * p->H; task++)
-        all &= forward_head(*p, task / p->H, task % p->H, p->scratch + p->scratch_size * omp_get_thread_num());
+        all &= head(*p, task / p->H, task % p->H, p->scratch + p->scratch_size * omp_get_thread_num());
     return all;
 }
 
 extern "C" int ssa_backward(const Problem* p) {
+    const auto head = p->bfloat16_products ? backward_head<uint16_t> : backward_head<float>;
     int all = 1;
 #pragma omp parallel for schedule(dynamic) num_threads(p->threads) reduction(min : all)
     for (int64_t task = 0; task < p->B * p->Hkv; task++)
-        all &= backward_head(*p, task / p->Hkv, task % p->Hkv, p->scratch + p->scratch_size * omp_get_thread_num());
+        all &= head(*p, task / p->Hkv, task % p->Hkv, p->scratch + p->scratch_size * omp_get_thread_num());
     return all;
 }

@@ -5,6 +5,7 @@ another PyTorch or another kind of CPU gets a library of its own. It is compiled
 any number of processes may build at once, and none ever sees half a file.
 """
 
+import atexit
 import ctypes
 import functools
 import hashlib
@@ -12,6 +13,7 @@ import os
 import shutil
 import struct
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -20,13 +22,15 @@ import torch
 from ssa_blockwise import empty_like_heads
 
 SOURCE = Path(__file__).with_name("ssa_cpu.cpp")
+if not SOURCE.exists():  # installed by pip, not run from the repository
+    SOURCE = Path(sys.prefix) / "share" / "ssa" / SOURCE.name
 VECTORS = {"AVX2": ["-mavx2", "-mfma"], "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"]}
 
 
 # -------------------------------------------------------------------------------------------------- compiling, loading
 
 def build_command():
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))), None)
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))), None)
     if compiler is None:
         raise OSError("no C++ compiler (g++ or clang++) on the PATH")
     # -O3 for vectorised loops. The two -fno flags let them stay so: nobody reads errno or the floating-point flags.
@@ -39,23 +43,22 @@ def build():
     """The path of the compiled library."""
     command = build_command()
     name = hashlib.sha256(SOURCE.read_bytes() + " ".join([torch.__version__, *command]).encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
-    library = cache / f"ssa_cpu_{name}.so"
+    library = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    library /= f"ssa_cpu_{name}.so"
     if library.exists():
         return library
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.mkdtemp(dir=cache)
-    except OSError:  # a home that is read-only or absent: this process compiles for itself
+        library.parent.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.mkdtemp(dir=library.parent)
+    except OSError:  # a home that cannot be written: this process compiles for itself
         folder = tempfile.mkdtemp()
         library = Path(folder) / library.name
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     aside = Path(folder) / "building.so"
     done = subprocess.run([*command, "-o", str(aside)], capture_output=True, text=True)
     if done.returncode:
         raise OSError(f"{command[0]} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
     os.replace(aside, library)
-    if library.parent != Path(folder):
-        os.rmdir(folder)
     return library
 
 
@@ -64,10 +67,10 @@ def load():
     """(library, None) or (None, why not)."""
     try:
         library = ctypes.CDLL(str(build()))
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         return None, str(error)
     library.ssa_scratch_size.restype = ctypes.c_int64
-    library.ssa_scratch_size.argtypes = [ctypes.c_int64] * 3
+    library.ssa_scratch_size.argtypes = [ctypes.c_int64] * 4
     for function in (library.ssa_forward, library.ssa_backward):
         function.restype, function.argtypes = ctypes.c_int, [ctypes.c_char_p]
     return library, None
@@ -76,6 +79,12 @@ def load():
 def why_not():
     """None if the kernel can run, else the reason in one line."""
     return load()[1]
+
+
+@functools.cache
+def bfloat16_pays():
+    """True where the CPU multiplies bfloat16 faster than float32; elsewhere bf16 operands are widened tile by tile."""
+    return bool(load()[0].ssa_bfloat16_pays())
 
 
 # -------------------------------------------------------------------------------------------------------- calling
@@ -101,11 +110,13 @@ def _call(function, q, k, v, b, n, mask, causal, scale, tensors, lse, sums=None)
     library, reason = load()
     if reason:
         raise RuntimeError(f"the CPU kernel cannot run: {reason}")
-    (B, H, Q, D), (_, Hkv, K, Dv), threads = q.shape, v.shape, torch.get_num_threads()
-    size = library.ssa_scratch_size(K, D, Dv)
+    (B, H, Q, D), (_, Hkv, K, Dv) = q.shape, v.shape
+    threads = max(1, min(torch.get_num_threads(), B * H))
+    size = library.ssa_scratch_size(K, D, Dv, function == "ssa_backward")
     arrays = [b.contiguous(), n.contiguous(), lse, sums, mask, torch.empty(threads * size)]
     tensors = [x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v, *tensors)]
-    fields = [B, H, Hkv, Q, K, D, Dv, q.dtype == torch.bfloat16, causal, threads, size]
+    narrow = q.dtype == torch.bfloat16
+    fields = [B, H, Hkv, Q, K, D, Dv, narrow, narrow and bfloat16_pays(), causal, threads, size]
     for x in arrays:
         fields.append(0 if x is None else x.data_ptr())
     fields += (0, 0, 0, 0) if mask is None else mask.expand(B, H, Q, K).stride()  # 0 where a dimension is broadcast

@@ -1,14 +1,14 @@
 """Attention with a scorer, fast: the path table, and one function that every model calls.
 
-    path        scorers                 how
-    plain       all                     ssa.attention: the reference, K scores a query in memory, any device, any dropout
-    sdpa        softmax, temperature    PyTorch's fused scaled_dot_product_attention (temperature: q / tau before it)
-    blockwise   ssa                     tile by tile, memory linear in T, any device: C++ (ssa_cpu.cpp) on a CPU that has a
-                                        compiler, else PyTorch (ssa_blockwise.py), which also takes the extreme scores
-    triton      ssa                     the same in one CUDA kernel a direction (ssa_triton.py)
+    path       scorers               how
+    plain      all                   ssa.attention: the reference, K scores a query in memory, any device, any dropout
+    sdpa       softmax, temperature  PyTorch's fused scaled_dot_product_attention (temperature: q / tau before it)
+    blockwise  ssa                   tile by tile, memory linear in T, any device: C++ (ssa_cpu.cpp) on a CPU that has a
+                                     compiler; else, and for extreme scores, PyTorch (ssa_blockwise.py)
+    triton     ssa                   tile by tile in CUDA kernels (ssa_triton.py)
 
-`pick_path` chooses and says why; `attend` runs. Every path gives what `plain` gives, output and all gradients, and there
-is no path that skips the scorer: a path that cannot run a scorer is refused with the reason, never replaced.
+`pick_path` chooses and says why; `attend` runs. Every path gives what `plain` gives, output and all gradients, and no
+path skips the scorer: a path that cannot run a scorer is refused with the reason, never replaced.
 """
 
 import importlib.util
@@ -27,6 +27,7 @@ from ssa_blockwise import empty_like_heads
 PATHS = ("plain", "sdpa", "blockwise", "triton")
 FUSED = (Softmax, Temperature)  # exactly these, no subclass that may compute something else
 LONG = 256  # keys from which on tiles in PyTorch were measured faster than plain (2 CPU cores: 1.4x, at 4096 keys 7x)
+WIDEST = 128  # head width up to which a tile of the Triton kernels fits into a GPU's shared memory
 
 
 def why_not(path, scorer, device=None, dropout_p=0.0):
@@ -56,11 +57,11 @@ def pick_path(device, dtype, scorer, shape, dropout_p=0.0):
     if dtype == torch.float64:
         return "plain", "float64 is for checking, and this path is what is checked against"
     device = torch.device(device).type
-    if device == "cuda" and _why_not_triton(device) is None:
+    if device == "cuda" and _why_not_triton(device) is None and shape[3] <= WIDEST:
         return "triton", "the fused kernel for SSA on CUDA"
     if device == "cpu" and _why_not_cpu(dtype) is None:
         return "blockwise", "the compiled CPU kernel, faster than the plain path at every length"
-    reason = _why_not_cpu(dtype) if device == "cpu" else f"no kernel for {device}"
+    reason = _why_not_cpu(dtype) if device == "cpu" else f"no kernel for {device} and D={shape[3]}"
     if shape[2] >= LONG:
         return "blockwise", f"in PyTorch ({reason}), which from {LONG} keys on is faster than the plain path"
     return "plain", f"{reason}, and there are fewer than {LONG} keys"
@@ -114,8 +115,8 @@ def _sdpa(q, k, v, scorer, causal, mask, scale, dropout_p):
         mask = end_aligned(Q, K, mask, q.device)
     if mask is not None:
         mask = torch.atleast_2d(mask)  # the kernel takes no mask of fewer dimensions
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
-                                          enable_gqa=q.size(1) != k.size(1))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal,
+                                          scale=scale, enable_gqa=q.size(1) != k.size(1))
 
 
 # ------------------------------------------------------------------------------------------------------- fused SSA

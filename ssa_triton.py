@@ -7,13 +7,13 @@ log2 x in hardware:
     dt = P (dout v^T - delta),   dz = dt n b / (1 + b|z|),   delta = rowsum(dout * out)
     dq = scale dz k,   dk = scale dz^T q,   dv = P^T dout,   dn = log 2 sum dt s,   db = sum dz z / b
 
-The forward kernel gives a program BLOCK_M queries, which walk over all keys they may see with a running maximum. Backward
-needs sums over keys (dq) and sums over queries (dk, dv): two kernels, each of which recomputes z, so that no program ever
-adds to another's result. b and n are numbers of a head, so their gradients are sums over a head's scores: the dq kernel
-writes one sum a query, and PyTorch adds those up. No atomics, hence the same bits every time.
+The forward kernel gives a program BLOCK_M queries, which walk over all keys they may see with a running maximum.
+Backward needs sums over keys (dq) and sums over queries (dk, dv): two kernels, each of which recomputes z, so that no
+program ever adds to another's result. b and n are numbers of a head, so their gradients are sums over a head's scores:
+the dq kernel writes one sum a query, and PyTorch adds those up. No atomics, hence the same bits every time.
 
-TRITON_INTERPRET=1 (set before the import) runs all this on a CPU, slowly, for the tests. The interpreter's bf16 product is
-wrong, so there bf16 is widened first: what bf16 tensor cores make of it only a GPU can show.
+TRITON_INTERPRET=1 (set before the import) runs all this on a CPU, slowly, for the tests. The interpreter's bf16 product
+is wrong, so there bf16 is widened first: what bf16 tensor cores make of it only a GPU can show.
 """
 
 import os
@@ -30,14 +30,14 @@ LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 
 def tuned(*tiles):
-    """Try these (BLOCK_M, BLOCK_N, warps, stages) on first use and keep the fastest; the interpreter takes the first."""
+    """Try these (BLOCK_M, BLOCK_N, warps, stages) on first use, keep the fastest; the interpreter takes a small one."""
     configs = [triton.Config({"BLOCK_M": m, "BLOCK_N": n}, num_warps=w, num_stages=s) for m, n, w, s in tiles]
     if INTERPRETED:
         configs = [triton.Config({"BLOCK_M": 16, "BLOCK_N": 32})]
     return triton.autotune(configs, key=["Q", "D", "DV", "CAUSAL"])
 
 
-# ------------------------------------------------------------------------------------------------- pieces of the kernels
+# ------------------------------------------------------------------------------------------------ pieces of the kernels
 
 @triton.jit
 def of_head(pointer, strides, batch, head):
@@ -105,7 +105,7 @@ def backward_tile(q, k, v, dout, lse, delta, b, n, scale, allowed):
     return p, dz, dz * z, dt * s
 
 
-# ----------------------------------------------------------------------------------------------------------- the kernels
+# ---------------------------------------------------------------------------------------------------------- the kernels
 # A name ending in _s is a tuple of strides; the last dimension's is 1, except in a mask, where it is named too.
 
 @tuned((128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (64, 32, 4, 3))
@@ -185,7 +185,7 @@ def dkv_kernel(q, k, v, dout, lse, delta, dk, dv, b, n, mask, q_s, k_s, v_s, dou
     k_tile = load_rows(of_head(k, k_s, batch, kv_head), k_s, cols, K, D, WIDTH)
     v_tile = load_rows(of_head(v, v_s, batch, kv_head), v_s, cols, K, DV, WIDTH_V)
     total_k, total_v = tl.zeros((BLOCK_N, WIDTH), tl.float32), tl.zeros((BLOCK_N, WIDTH_V), tl.float32)
-    start = tl.maximum(0, first - (K - Q)) // BLOCK_M * BLOCK_M if CAUSAL else 0  # the first query that sees key `first`
+    start = tl.maximum(0, first - (K - Q)) // BLOCK_M * BLOCK_M if CAUSAL else 0  # the first query to see `first`
     for head in range(kv_head * (H // Hkv), (kv_head + 1) * (H // Hkv)):  # all query heads that share these keys
         q_head, dout_head = of_head(q, q_s, batch, head), of_head(dout, dout_s, batch, head)
         mask_head = of_head(mask, mask_s, batch, head)
@@ -206,10 +206,12 @@ def dkv_kernel(q, k, v, dout, lse, delta, dk, dv, b, n, mask, q_s, k_s, v_s, dou
     store_rows(of_head(dv, dv_s, batch, kv_head), dv_s, total_v, cols, K, DV, WIDTH_V)
 
 
-# ------------------------------------------------------------------------------------------------------ what Python sees
+# ----------------------------------------------------------------------------------------------------- what Python sees
 
 def forward(q, k, v, b, n, mask, causal, scale):
-    """As ssa_blockwise.forward."""
+    """As ssa_blockwise.forward, for float32 and half precision."""
+    if q.dtype == torch.float64:
+        raise ValueError("path 'triton': its arithmetic is float32, so float64 operands need the path plain or blockwise")
     out = empty_like_heads(v, q.size(1), q.size(2), v.size(3))
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     q, k, v = map(_rows_contiguous, (q, k, v))

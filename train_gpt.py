@@ -3,13 +3,15 @@
     python train_gpt.py --scorer=ssa                                    three minutes on two CPU cores, no download
     python train_gpt.py --scorer=softmax --data=my_text.txt --steps=500
     python train_gpt.py --preset=nemotron-114m --data=corpus/ --scorer=ssa
+    python train_gpt.py --preset=nemotron-114m --dry-run                how long, how much memory
     torchrun --nproc-per-node=8 train_gpt.py --preset=nemotron-114m     eight GPUs (see distributed.py)
 
 The run folder (runs/train_gpt-<preset>-<scorer>-s<seed>) gets config.json, model.safetensors, checkpoints, metrics.jsonl,
 loss.png, sample.txt and summary.json. Ctrl-C saves and prints the command that continues. See --help for all flags.
 """
 
-import shutil
+import re
+import subprocess
 import sys
 from dataclasses import dataclass
 
@@ -37,6 +39,8 @@ class Flags(SharedFlags):
     """most tokens the model sees at once"""
     sample_tokens: int = 500
     """tokens of the sample at the end"""
+    dry_run: bool = False
+    """print parameters, memory and time for the hardware found, and stop"""
 
     def check(self):
         super().check()
@@ -59,26 +63,41 @@ class Flags(SharedFlags):
 
 def preset(name, **recipe):
     shape = MODEL_PRESETS[name]
-    return dict({key: shape[key] for key in ("n_layer", "n_head", "n_kv_head", "n_embd", "context")}, **recipe)
+    return {key: shape[key] for key in ("n_layer", "n_head", "n_kv_head", "n_embd", "context")} | recipe
 
 
 PRESETS = {
     # Ours, all of it: found by trying, for two CPU cores and three minutes.
-    "laptop": preset("laptop", data="pydocs", ood="pysource", tokenizer="bytes", steps=1000, batch_size=32, lr=3e-3,
-                     min_lr=3e-4, warmup=50, beta2=0.99, save_every=250, eval_every=250),
+    "laptop": preset("laptop", data="pydocs", ood="pysource", tokenizer="bytes", steps=1000, batch_size=16, lr=3e-3,
+                     min_lr=3e-4, warmup=50, beta2=0.99, save_every=200, eval_every=200),
+    # nanoGPT's recipe for tiny Shakespeare on a CPU, with bytes for characters.
+    "shakespeare": preset("shakespeare", data="shakespeare", ood="none", tokenizer="bytes", steps=2000, batch_size=12, lr=1e-3,
+                          min_lr=1e-4, warmup=100, beta2=0.99, save_every=500, eval_every=500),
     # The paper's code: 1,024 tokens, 768 sequences a step, 22,000 steps, 500 of warm-up, seed 1234.
     # Ours, after Nemotron and GPT-3 for this size: learning rate 6e-4 down to a tenth, beta2 0.95, decay 0.1, clipping at 1.
-    "nemotron-114m": preset("nemotron-114m", data="", ood="none", tokenizer="gpt2", steps=22000, batch_size=768, lr=6e-4,
+    "nemotron-114m": preset("nemotron-114m", data="fineweb", ood="none", tokenizer="gpt2", steps=22000, batch_size=768, lr=6e-4,
                             min_lr=6e-5, warmup=500, beta2=0.95, seed=1234, save_every=500, eval_every=500,
                             eval_tokens=2**20),
     # nanoGPT's well-known recipe for GPT-2's size; 480 sequences a step.
-    "gpt2-124m": preset("gpt2-124m", data="", ood="none", tokenizer="gpt2", steps=600000, batch_size=480, lr=6e-4,
+    "gpt2-124m": preset("gpt2-124m", data="fineweb", ood="none", tokenizer="gpt2", steps=600000, batch_size=480, lr=6e-4,
                         min_lr=6e-5, warmup=2000, beta2=0.95, seed=1337, save_every=1000, eval_every=1000,
                         eval_tokens=2**20),
 }
 
+def default_preset(argv):
+    """(preset, why): the paper's model where there is a CUDA GPU, asked of its driver since importing torch takes seconds."""
+    if re.search(r"(^|\x00)--device[=\x00](cpu|mps)(\x00|$)", "\x00".join(argv)):
+        return "laptop", "the default without a CUDA GPU"
+    try:
+        gpus = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30).stdout.count("GPU ")
+    except (OSError, subprocess.TimeoutExpired):
+        gpus = 0
+    return ("nemotron-114m", "the default where there is a CUDA GPU") if gpus else ("laptop", "the default: no CUDA GPU found")
+
+
 if __name__ == "__main__":  # a wrong flag is answered here, before the seconds that importing torch takes
-    flags, saved = parse(Flags, PRESETS, default_preset="laptop")
+    default, why_default = default_preset(sys.argv[1:])
+    flags, saved = parse(Flags, PRESETS, default_preset=default)
 
 import math
 import statistics
@@ -89,18 +108,23 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+import estimate
 import run
-from checkpoint import load_checkpoint, load_tensors, load_weights, save_checkpoint
+from checkpoint import load_checkpoint, load_tensors, load_weights, restore, save_checkpoint
 from data import bits_per_byte, prepare
 from distributed import Processes, end_after_loss, is_lost_connection
 from files import read_json, write_atomically, write_json
 from model import Transformer
+from tokens import VOCAB_SIZES
 
 
 def main(flags, saved):
-    sys.stdout.reconfigure(line_buffering=True)  # a log file shows each line when it is printed
+    sys.stdout.reconfigure(line_buffering=True, errors="replace")  # logs show each line at once, terminals any text
     processes = Processes(flags.device)  # one, unless torchrun has started more
     print(first_line(flags, saved))
+    if flags.dry_run:
+        vocab_size = padded(VOCAB_SIZES[flags.tokenizer])
+        return estimate.report(flags, flags.model_config(vocab_size), processes.count)
 
     # Text, and the last checkpoint if this run had one.
     with processes.one_at_a_time(flags.cache_dir):
@@ -108,6 +132,7 @@ def main(flags, saved):
     if saved and saved["data"] != corpus.digest:
         raise UserError(f"--data={flags.data}: the text or its tokens have changed since this run began; restore them, or "
                         "start anew with another --out")
+    corpus.batch(flags.seed, 0, range(1), 1, flags.context)  # refuses a text shorter than a window, before anything is made
     step, state, complaints = load_checkpoint(flags.out) if saved else (0, None, [])
     for complaint in complaints:
         print(f"warning: {complaint}; the checkpoint before it is used", file=sys.stderr)
@@ -130,8 +155,7 @@ def main(flags, saved):
     scorer_start, seconds_before = run.scorer_values(model), 0.0
     torch.manual_seed(flags.seed + 1)  # dropout's stream, whatever the initial weights have drawn
     if state:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        restore(model, optimizer, state, f"{flags.out}: checkpoint {step}")
         run.set_random_state(state["random"], device)
         scorer_start, seconds_before = state["scorer_start"], state["seconds"]
         print(f"resumed after step {step}")
@@ -203,7 +227,8 @@ def main(flags, saved):
     if not processes.first:
         return
     if step < flags.steps:
-        print(f"{interrupted.signal or 'a signal to another process'}: saved after step {step}; continue with\n  {run.resume_command('train_gpt.py', flags)}")
+        told = interrupted.signal or "a signal to another process"
+        print(f"{told}: saved after step {step}; continue with\n  {run.resume_command(flags)}")
     else:
         seconds = seconds_before + time.perf_counter() - start
         finish(folder, flags, model, corpus, decisions, run.largest_change(scorer_start, run.scorer_values(model)), seconds)
@@ -215,18 +240,20 @@ def first_line(flags, saved):
         why = f"resumes {flags.out}"
     elif any(word.split("=")[0] == "--preset" for word in sys.argv):
         why = "asked for"
-    elif shutil.which("nvidia-smi"):
-        why = "the default; a GPU is here, so --preset=nemotron-114m --data=TEXT would train the paper's model"
     else:
-        why = "the default where there is no GPU"
+        why = why_default
     return f"preset {flags.preset} on {flags.data} with scorer {flags.scorer} -> {flags.out} ({why})"
+
+
+def padded(vocab_size):
+    """Rounded up to a multiple of 64, which matrix units like."""
+    return -(-vocab_size // 64) * 64
 
 
 def make_model(flags, tokenizer, fresh):
     """The Transformer that the flags ask for: weights random by --seed, or (if fresh) those of --init-from."""
     torch.manual_seed(flags.seed)
-    vocab_size = -(-tokenizer.vocab_size // 64) * 64  # padded to a multiple of 64, which matrix units like
-    model = Transformer(flags.model_config(vocab_size))
+    model = Transformer(flags.model_config(padded(tokenizer.vocab_size)))
     if flags.init_from and fresh:
         path = Path(flags.init_from) / "model.safetensors"
         scorer = read_json(path.with_name("config.json"), "name a run folder of this program")["model"]["scorer"]
@@ -277,9 +304,10 @@ def finish(folder, flags, model, corpus, decisions, changes, seconds):
     run.plot_loss(folder, baseline=last["unigram_bpb"] * nats_per_bit_of_val)
     speeds = [line["tokens_per_s"] for line in lines if "tokens_per_s" in line]
     summary = dict(
-        scorer=flags.scorer, path=decisions["path"], steps=flags.steps, val_loss=last["val_loss"], val_bpb=last["val_bpb"],
+        scorer=flags.scorer, seed=flags.seed, path=decisions["path"], steps=flags.steps, val_loss=last["val_loss"], val_bpb=last["val_bpb"],
         ood_bpb=last.get("ood_bpb"), unigram_bpb=last["unigram_bpb"], tokens_per_s=statistics.median(speeds),
-        parameters=model.n_parameters(), seconds=round(seconds, 1),
+        parameters=model.n_parameters(), seconds=round(seconds, 1), machine=run.machine(decisions["device"]),
+        date=time.strftime("%Y-%m-%d"),
         **{f"max_change_{name}": change for name, change in changes.items()})
     write_json(folder / "summary.json", summary)
     print(f"val {summary['val_bpb']:.3f} bits a byte, {summary['val_bpb'] / summary['unigram_bpb']:.0%} of the unigram "

@@ -49,7 +49,7 @@ def results(function, tensors, scorer, **options):
 
 
 def assert_same(actual, expected, tolerance):
-    """Largest difference within `tolerance` of the largest value, or of 0.1: a gradient of 0 is a sum of terms that cancel."""
+    """Largest difference within `tolerance` of the largest value, or of 0.1: a gradient of 0 is a sum that cancels."""
     assert len(actual) == len(expected)
     for name, x, y in zip(("out", "dq", "dk", "dv", "db", "dn"), actual, expected):
         assert x.shape == y.shape and x.dtype == y.dtype, name
@@ -76,7 +76,8 @@ def test_equals_plain(kernel, shape, causal):
     check(shape, causal=causal)
 
 
-@pytest.mark.parametrize("mask_shape", [(300,), (2, 1, 1, 300), (1, 4, 70, 300), (2, 1, 70, 1), (70, 300), (2, 4, 70, 300)])
+@pytest.mark.parametrize("mask_shape", [(300,), (2, 1, 1, 300), (1, 4, 70, 300), (2, 1, 70, 1), (70, 300),
+                                        (2, 4, 70, 300)])
 @pytest.mark.parametrize("causal", (False, True))
 def test_masks_and_empty_rows(kernel, mask_shape, causal):
     mask = torch.rand(mask_shape, generator=torch.Generator().manual_seed(1)) > 0.6
@@ -102,12 +103,24 @@ def test_masked_keys_may_hold_anything(kernel):
 
 @pytest.mark.parametrize("causal", (False, True))
 def test_bfloat16(kernel, causal):
-    """Against float32 arithmetic on the same bf16 numbers: only the results are rounded (out enters delta), to 2^-9 each."""
+    """Against float32 arithmetic on the same bf16 numbers: only results are rounded, to 2^-9 (out enters delta)."""
     tensors, scorer = operands(Q=130, K=130, D=64, dtype=torch.bfloat16)
     expected = results(attention, [x.float() for x in tensors], scorer, causal=causal)
     actual = results(attend, tensors, scorer, causal=causal, path="blockwise")
     assert all(x.dtype == torch.bfloat16 for x in actual[:4])
     assert_same([x.float() for x in actual], expected, 2**-6)
+
+
+@needs_kernel
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="the bf16 product is MKL's")
+@pytest.mark.parametrize("native", (False, True))
+def test_both_bfloat16_products(native, monkeypatch):
+    """Products of widened operands, and of bf16 itself, which the kernel takes where a CPU is faster with it."""
+    monkeypatch.setattr(ssa_cpu, "bfloat16_pays", lambda: native)
+    monkeypatch.setattr(ssa_flash, "ssa_blockwise", None)
+    tensors, scorer = operands(Q=100, K=300, D=32, Hkv=1, dtype=torch.bfloat16)
+    expected = results(attention, [x.float() for x in tensors], scorer, causal=True)
+    assert_same([x.float() for x in results(attend, tensors, scorer, causal=True, path="blockwise")], expected, 2**-6)
 
 
 def test_autocast(kernel):
@@ -122,7 +135,7 @@ def test_autocast(kernel):
 def test_strided_operands_and_scale(kernel):
     """As the model makes them: heads cut from one projection, the gradient broadcast."""
     tensors, scorer = operands(H=4, Hkv=4)
-    heads = torch.cat(tensors[:3], 1).transpose(1, 2).contiguous().transpose(1, 2)  # (B, 3 H, T, D), T outside H in memory
+    heads = torch.cat(tensors[:3], 1).transpose(1, 2).contiguous().transpose(1, 2)  # (B, 3 H, T, D), stored by T
     q, k, v = heads.split(4, 1)
     grad = torch.ones(1, 1, 1, 1).expand_as(q)
     expected = results(lambda *a: attention(*a, scale=0.7), [*tensors[:3], grad], scorer)
@@ -199,7 +212,8 @@ def test_operator_contract():
 def test_compiles_without_breaks(backend):
     tensors, scorer = operands()
     expected = results(attention, tensors, scorer, causal=True)
-    compiled = torch.compile(lambda q, k, v, s, **options: attend(q * 1.0, k, v, s, **options), fullgraph=True, backend=backend)
+    compiled = torch.compile(lambda q, *rest, **options: attend(q * 1.0, *rest, **options), fullgraph=True,
+                             backend=backend)
     assert_same(results(compiled, tensors, scorer, causal=True), expected, 2e-5)
 
 
@@ -218,7 +232,8 @@ def test_path_table():
 
 def test_no_silent_fallback():
     (q, k, v, _), scorer = operands()
-    for options in (dict(path="sdpa"), dict(path="triton"), dict(path="blockwise", dropout_p=0.1), dict(path="nonsense")):
+    for options in (dict(path="sdpa"), dict(path="triton"), dict(path="blockwise", dropout_p=0.1),
+                    dict(path="nonsense")):
         with pytest.raises(ValueError, match="path"):
             attend(q, k, v, scorer, **options)
     assert why_not("blockwise", scorer) is None
@@ -232,7 +247,8 @@ def run_python(code, **environment):
 
 def test_without_a_compiler(tmp_path):
     """No compiler, an empty cache: the path says so, and attention works all the same."""
-    done = run_python("import torch, ssa_cpu, ssa_flash; from ssa import SSA; s = SSA(2); x = torch.randn(1, 2, 300, 16)\n"
+    done = run_python("import torch, ssa_cpu, ssa_flash\n"
+                      "from ssa import SSA; s = SSA(2); x = torch.randn(1, 2, 300, 16)\n"
                       "print(ssa_flash.pick_path('cpu', x.dtype, s, x.shape)); print(ssa_cpu.why_not())\n"
                       "torch.testing.assert_close(ssa_flash.attend(x, x, x, s, path='blockwise'),\n"
                       "                           ssa_flash.attend(x, x, x, s, path='plain'))",
@@ -277,7 +293,7 @@ print("same")
 
 
 def test_triton_in_the_interpreter():
-    """On a CPU. The interpreter widens bf16 to float32 (its own bf16 product is wrong): native bf16 needs a GPU to test."""
+    """On a CPU. There bf16 is widened to float32 (the interpreter's product is wrong): native bf16 needs a GPU."""
     pytest.importorskip("triton")
     done = run_python(TRITON, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr[-2000:]

@@ -11,7 +11,8 @@ from ssa_flash import PATHS, attend, pick_path, why_not
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 FROM_SCORES = [name for name in SCORERS if name != "cosformer"]
-FUSED = [("softmax", "sdpa"), ("temperature", "sdpa")]  # what PyTorch's kernel can compute; everything else is refused
+# What the fast paths can compute; everything else is refused. (Triton needs a GPU or its interpreter: test_flash_kernels.py.)
+FUSED = [("softmax", "sdpa"), ("temperature", "sdpa"), ("ssa", "blockwise")]
 TOLERANCE = {F32: 4e-6, BF16: 5e-2, F16: 4e-3}  # sums of a few roundings, relative to the largest entry
 
 
@@ -231,18 +232,25 @@ def test_the_plain_path_is_attention_itself_and_auto_agrees(name):
 
 
 @pytest.mark.parametrize("name", SCORERS)
-def test_auto_takes_the_fused_kernel_for_softmax_and_temperature_and_plain_otherwise(name):
-    scorer, fused = make_scorer(name, 4), (name, "sdpa") in FUSED
-    for dropout_p in (0.0, 0.1):
-        path, reason = pick_path(torch.device("cpu"), F32, scorer, (2, 4, 5, 4), dropout_p)
-        assert path == ("sdpa" if fused else "plain") and why_not(path, scorer) is None
-        assert ("0.1" in reason) if dropout_p and not fused else (type(scorer).__name__ in reason)
+def test_auto_takes_a_fused_kernel_where_there_is_one_and_plain_otherwise(name):
+    scorer = make_scorer(name, 4)
+    path, reason = pick_path(torch.device("cpu"), F32, scorer, (2, 4, 512, 4))
+    assert path == dict(FUSED).get(name, "plain") and why_not(path, scorer) is None and reason
+    path, reason = pick_path(torch.device("cpu"), F32, scorer, (2, 4, 512, 4), 0.1)  # dropout falls on the weights
+    assert path == ("sdpa" if name in ("softmax", "temperature") else "plain") and why_not(path, scorer, "cpu", 0.1) is None
 
 
-@pytest.mark.parametrize("name, path", [(n, p) for n in SCORERS for p in PATHS if p != "plain" and (n, p) not in FUSED])
+@pytest.mark.parametrize("name, path", [(n, p) for n in SCORERS for p in PATHS
+                                        if p != "plain" and (n, p) not in FUSED and (n, p) != ("ssa", "triton")])
 def test_a_path_that_cannot_run_the_scorer_is_refused_with_the_reason(name, path):
-    with pytest.raises(ValueError, match=f"path '{path}'.*computes softmax, not {SCORERS[name].__name__}"):
+    computes = "softmax" if path == "sdpa" else "SSA"
+    with pytest.raises(ValueError, match=f"path '{path}'.*computes {computes}, not {SCORERS[name].__name__}"):
         attend(*qkv(), make_scorer(name, 4), path=path)
+
+
+def test_dropout_of_weights_is_refused_where_no_weights_are_kept():
+    with pytest.raises(ValueError, match="path 'blockwise': attention dropout of 0.1"):
+        attend(*qkv(dtype=F32), make_scorer("ssa", 4), dropout_p=0.1, path="blockwise")
 
 
 def test_an_unknown_path_is_refused_with_the_choices():
@@ -250,13 +258,15 @@ def test_an_unknown_path_is_refused_with_the_choices():
         attend(*qkv(), make_scorer("softmax", 4), path="flash")
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_every_path_refuses_operands_that_do_not_fit(path):
+@pytest.mark.parametrize("name, path", FUSED)
+def test_every_path_refuses_operands_that_do_not_fit(name, path):
     q, k, v = qkv(dtype=F32)
     with pytest.raises(TypeError, match="boolean"):
-        attend(q, k, v, make_scorer("softmax", 4), mask=torch.ones(3, 5), path=path)
+        attend(q, k, v, make_scorer(name, 4), mask=torch.ones(3, 5), path=path)
     with pytest.raises(ValueError, match="do not fit"):
-        attend(q, k, v[:, :, :4], make_scorer("softmax", 4), path=path)
+        attend(q, k, v[:, :, :4], make_scorer(name, 4), path=path)
+    with pytest.raises(ValueError, match="q has 4 heads, the scorer 3"):
+        attend(q, k, v, make_scorer(name, 3), path=path)
 
 
 @pytest.mark.parametrize("name", SCORERS)

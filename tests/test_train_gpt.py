@@ -5,6 +5,7 @@ import math
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import time
@@ -45,7 +46,7 @@ def test_a_run_leaves_what_the_readme_promises(folder):
     for decision in ("device", "threads", "micro_batch", "dtype", "path", "compile"):
         assert len(re.findall(rf"^{decision}: .+ \(.+\)$", done.stdout, re.M)) == 1, decision
     config = json.loads((out / "config.json").read_text(encoding="utf-8"))
-    assert config["decisions"]["path"] == "plain" and config["model"]["scorer"] == "ssa"
+    assert config["decisions"]["path"] in ("blockwise", "plain") and config["model"]["scorer"] == "ssa"
     lines = read_metrics(out / "metrics.jsonl")
     steps, evaluations = [m for m in lines if "loss" in m], [m for m in lines if "val_loss" in m]
     assert [m["step"] for m in steps] == [1, 2, 3, 4, 5, 6] and [m["step"] for m in evaluations] == [3, 6]
@@ -160,15 +161,17 @@ def wait_for_lines(process, path, count):
 
 def test_killed_anywhere_and_resumed_ends_byte_for_byte_the_same(folder, undisturbed):
     shutil.copy(undisturbed / "text.txt", folder / "text.txt")
-    for lines in (7, 83, 230, 391):
+    for lines in (7, 230, 391):
         process = start(SCRIPT, *LONG, "--resume", cwd=folder)  # --resume starts the run where there is none
         wait_for_lines(process, folder / "r" / "metrics.jsonl", lines)
         process.kill()
         assert process.wait() == -signal.SIGKILL, process.stderr.read()
         process.communicate()
+    (folder / "r" / ".model.safetensors.1.tmp").write_bytes(b"half")  # as a kill in the middle of writing leaves it
     done = command(SCRIPT, "--out=r", "--resume", cwd=folder)
     assert re.search(r"^resumed after step 3[68]0$", done.stdout, re.M), done.stdout
     same_end(folder, undisturbed)
+    assert not list((folder / "r").glob(".*"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -179,7 +182,7 @@ def test_a_signal_saves_and_prints_the_command_that_resumes(folder, undisturbed,
     process.send_signal(number)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
-    script, *flags = output.splitlines()[-1].split()[1:]
+    script, *flags = shlex.split(output.splitlines()[-1])[1:]
     assert number.name in output and "Traceback" not in errors
     command(script, *flags, cwd=folder)
     same_end(folder, undisturbed)
@@ -248,8 +251,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(f
 def test_weights_of_a_compiled_run_load_without_the_compiler(folder):
     if not (shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("no C++ compiler: torch.compile cannot run on this CPU")
-    train(folder, "--compile=on", "--steps=3", "--out=compiled")
-    train(folder, "--steps=3", "--out=eager")
+    train(folder, "--compile=on", "--n-layer=1", "--steps=3", "--out=compiled")
+    train(folder, "--n-layer=1", "--steps=3", "--out=eager")
     model, _ = load_run(folder / "compiled")
     assert not any("_orig_mod" in name for name in model.state_dict())
     for name, tensor in load_run(folder / "eager")[0].state_dict().items():
@@ -308,6 +311,7 @@ WRONG = [
     ("--data=latin1.txt", "latin1.txt"),
     ("--data=broken.jsonl", "broken.jsonl"),
     ("--data=short.txt", "short"),
+    ("--context=8000", "too few for one window of --context=8000"),
     ("--ood=nowhere.txt", "nowhere.txt"),
     ("--path=sdpa", "--path=sdpa: the fused kernel of PyTorch computes softmax"),
     ("--out=text.txt", "--out=text.txt: is a file"),
@@ -330,6 +334,27 @@ def test_wrong_input_gets_one_line_and_leaves_nothing(folder, flags, part):
     refused(done, part)
     left = {name for name in snapshot(folder) if name not in before and not name.startswith("data/")}  # data/: a cache
     assert not left and all(snapshot(folder)[name] == content for name, content in before.items())
+
+
+def test_a_device_that_is_not_there_is_named(folder):
+    refused(train(folder, "--device=cuda", check=False, fresh=True, CUDA_VISIBLE_DEVICES=""), "--device=cuda")
+
+
+def test_a_config_that_disagrees_with_the_checkpoint_is_named(folder):
+    train(folder, "--out=a")
+    for number, other in enumerate(("--n-embd=32", "--ssa-freeze=b")):
+        train(folder, other, f"--out=b{number}")
+        shutil.copy(folder / f"b{number}" / "config.json", folder / "a" / "config.json")
+        before = snapshot(folder / "a")
+        refused(command(SCRIPT, "--out=a", "--resume", cwd=folder, check=False), "a: checkpoint 6")
+        assert snapshot(folder / "a") == before
+
+
+def test_damage_to_the_metrics_is_named_and_the_rest_kept(folder):
+    train(folder, "--out=r")
+    lines = (folder / "r" / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    (folder / "r" / "metrics.jsonl").write_text("".join(lines[:4]) + "{broken\n" + "".join(lines[4:]), encoding="utf-8")
+    assert "metrics.jsonl: damaged" in command(SCRIPT, "--out=r", "--resume", cwd=folder, check=False).stderr
 
 
 def test_flags_are_checked_before_torch_is_imported(folder):

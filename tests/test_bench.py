@@ -1,0 +1,51 @@
+"""bench.py as a user runs it, at sizes that mean nothing: the rows it writes, and what it says to a wrong flag."""
+
+import json
+import math
+
+import pytest
+from conftest import command
+
+KEYS = {"what", "scorer", "path", "dtype", "T", "head_dim", "direction", "ms", "softmax_ms", "ratio", "extra_bytes",
+        "softmax_extra_bytes", "peak_fraction", "matmul_flops", "machine", "threads", "torch", "date", "command"}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench")
+    done = command("bench.py", "--quick", "--lengths=16,64", "--tokens=64", "--seconds=0.02", "--threads=1", cwd=folder)
+    assert [p.name for p in (folder / "results").iterdir()] == ["bench-cpu.json"]  # whole, nothing left over
+    rows = json.loads((folder / "results" / "bench-cpu.json").read_text(encoding="utf-8"))
+    assert done.stdout.count("ratio") == len(rows)
+    return rows
+
+
+def test_every_row_is_complete(rows):
+    for row in rows:
+        assert KEYS <= set(row)
+        assert row["scorer"] == "ssa" and row["path"] in ("plain", "blockwise")
+        assert all(math.isfinite(row[key]) and row[key] > 0 for key in ("ms", "softmax_ms", "ratio", "peak_fraction"))
+
+
+def test_every_case_is_there(rows):
+    attention = [(r["dtype"], r["T"], r["direction"]) for r in rows if r["what"] == "attention"]
+    assert attention == [(dtype, T, way) for dtype in ("float32", "bfloat16")
+                         for T in (16, 64) for way in ("fwd", "fwd_bwd")]
+    assert [r["preset"] for r in rows if r["what"] == "step" and r["dtype"] == "float32"] == ["laptop"]
+
+
+def test_memory_counts_results_and_growth_is_fitted(rows):
+    for row in rows:
+        if row["what"] == "attention":
+            one = row["B"] * row["T"] * 12 * row["head_dim"] * (4 if row["dtype"] == "float32" else 2)
+            least = one if row["direction"] == "fwd" else 4 * one  # the output, and the gradients of q, k and v
+            assert row["extra_bytes"] >= least and row["softmax_extra_bytes"] >= least
+            assert math.isfinite(row["time_growth"]) and 0 < row["memory_growth"] < 2
+
+
+@pytest.mark.parametrize("wrong", ("--lengths=many", "--seconds=0", "--threads=-1", "--devise=cpu", "--tokens=0"))
+def test_a_wrong_flag_is_one_line(tmp_path, wrong):
+    done = command("bench.py", wrong, cwd=tmp_path, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert len(done.stderr.strip().splitlines()) == 1 and wrong.split("=")[0] in done.stderr
+    assert not list(tmp_path.iterdir())
