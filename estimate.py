@@ -24,6 +24,7 @@ def report(flags, config, processes):
     state, activations = n * STATE_BYTES, activation_bytes(config, decisions)
     print(f"memory of a process: {gb(state)} for weights, gradients and AdamW + about {gb(activations)} for a micro-batch of "
           f"{decisions['micro_batch']} = {gb(state + activations)}; this machine has {gb(memory(decisions['device']))}")
+    print(f"while a checkpoint is saved, {gb(12 * n)} of main memory more")
     speed = product_speed(model, decisions)
     seconds = model.flops_per_token() * tokens / (speed * EFFICIENCY) / processes
     print(f"time: {model.flops_per_token() * tokens:.3g} operations a step; {speed / 1e9:,.0f} GFLOP/s measured, "
