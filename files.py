@@ -29,6 +29,20 @@ def sha256(content):
     return hashlib.sha256(content).hexdigest()
 
 
+def file_sha256(path):
+    """The same of a file of any size."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({one_line(error)}); check the file or the disk") from None
+
+
+def one_line(error):
+    """What another library had to say, cut to fit into one line of ours."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
 def _canonical(values):
     return json.dumps(values, sort_keys=True, ensure_ascii=True).encode("utf-8")
 

@@ -6,6 +6,7 @@ No torch here: a wrong flag is answered in a fraction of a second.
 import contextlib
 import io
 import math
+import os
 import re
 import sys
 from dataclasses import dataclass, fields, replace
@@ -47,6 +48,8 @@ class SharedFlags:
     """training text: a known name or a path"""
     cache_dir: str = "data"
     """folder for tokenised text"""
+    data_timeout: float = 600
+    """seconds to wait for token files that `python data.py` is still writing"""
     out: str = ""
     """run folder (runs/<script>-<preset>-<scorer>-s<seed> if empty)"""
     steps: int = 1000
@@ -107,6 +110,7 @@ class SharedFlags:
         require(self, "min_lr", self.min_lr <= self.lr, f"must be at most --lr={self.lr}")
         require(self, "beta2", 0 <= self.beta2 < 1, "must be at least 0 and below 1")
         require(self, "dropout", 0 <= self.dropout < 1, "must be at least 0 and below 1")
+        require(self, "data_timeout", 0 <= self.data_timeout < math.inf, "must be a number of seconds, at least 0")
         require(self, "seed", self.seed < 2**63, "must be below 2^63")
         require(self, "batch_size", not self.micro_batch or self.batch_size % self.micro_batch == 0,
                 f"must be a multiple of --micro-batch={self.micro_batch}")
@@ -154,6 +158,8 @@ def parse(Config, presets, default_preset, argv=None, script=None):
         config.check()
         return config, saved
     except UserError as error:
+        if os.environ.get("RANK", "0") != "0":  # of the many processes that torchrun has started one says so
+            sys.exit(2)
         fail(error)
 
 
@@ -182,7 +188,7 @@ def _resumed(Config, out, argv):
     config.out = out
     for f in fields(Config):
         then, now = getattr(before, f.name), getattr(config, f.name)
-        if f.name not in ("out", "resume", "overwrite") and then != now:
+        if f.name not in ("out", "resume", "overwrite", "data_timeout", "dry_run") and then != now:
             raise UserError(f"{flag(f.name)}={now}: the run in {out} was started with {flag(f.name)}={then}; leave the flag "
                             "out to continue it, or choose another --out")
     return config, saved

@@ -33,14 +33,17 @@ RUN_FILES = ("config.json", "model.safetensors", "metrics.jsonl", "summary.json"
 
 # -------------------------------------------------------------------------------------------------------------- decisions
 
-def decide(flags, model, saved=None):
+def decide(flags, model, saved=None, processes=1):
     """The decisions of this run, as a dict of name -> value, each printed with its reason; `saved`: reuse these instead.
+    `processes` share every batch.
 
     Raises UserError where a flag asks for what this machine cannot do.
     """
     if saved:
         decisions = dict(saved)
         _require_device(decisions["device"], "the run was started on it; resume it there")
+        share = share_of_batch(flags, processes)
+        decisions["micro_batch"] = math.gcd(decisions["micro_batch"], share)  # the run may have had another number of processes
         print(f"decided when the run began: {', '.join(f'{k} {v}' for k, v in decisions.items())}")
         torch.set_num_threads(decisions["threads"])
         return decisions
@@ -49,7 +52,7 @@ def decide(flags, model, saved=None):
     if flags.threads:
         torch.set_num_threads(flags.threads)
     decisions["threads"], reasons["threads"] = torch.get_num_threads(), "--threads" if flags.threads else "PyTorch's choice"
-    decisions["micro_batch"], reasons["micro_batch"] = _pick_micro_batch(flags, model.config, decisions["device"])
+    decisions["micro_batch"], reasons["micro_batch"] = _pick_micro_batch(flags, model.config, decisions["device"], processes)
     decisions["dtype"], reasons["dtype"] = _pick_dtype(flags.dtype, decisions, model.config)
     decisions["path"], reasons["path"] = _pick_path(flags, decisions, model)
     decisions["compile"], reasons["compile"] = _pick_compile(flags, decisions)
@@ -75,13 +78,23 @@ def _pick_device(wanted):
     return "cpu", "no GPU found"
 
 
-def _pick_micro_batch(flags, model, device):
+def share_of_batch(flags, processes):
+    """Sequences of a step that each process computes."""
+    unit = processes * max(1, flags.micro_batch)
+    if flags.batch_size % unit:
+        raise UserError(f"--batch-size={flags.batch_size}: must be a multiple of {unit}, so that {processes} processes have equal "
+                        f"shares{' of whole micro-batches' if flags.micro_batch else ''}; change it, or their number")
+    return flags.batch_size // processes
+
+
+def _pick_micro_batch(flags, model, device, processes):
+    share = share_of_batch(flags, processes)
     if flags.micro_batch:
         return flags.micro_batch, "--micro-batch"
     # About 16k tokens fill a GPU and 8k the caches and cores of a CPU; more only costs memory.
     most = max(1, (16384 if device == "cuda" else 8192) // model.context)
-    size = max(d for d in range(1, flags.batch_size + 1) if flags.batch_size % d == 0 and d <= most)
-    return size, f"{flags.batch_size // size} a step"
+    size = max(d for d in range(1, share + 1) if share % d == 0 and d <= most)
+    return size, f"{share // size} a step" if processes == 1 else f"{share // size} a step on each of {processes} processes"
 
 
 def _pick_dtype(wanted, decisions, model):
@@ -89,7 +102,8 @@ def _pick_dtype(wanted, decisions, model):
         return wanted, "--dtype"
     if decisions["device"] == "mps":
         return "float32", "the safe choice on Metal"
-    rows = min(decisions["micro_batch"] * model.context, 4096)
+    # On a CPU that has no bfloat16 units its products are slower by a hundred times: then few rows must do.
+    rows = min(decisions["micro_batch"] * model.context, 4096 if decisions["device"] == "cuda" else 512)
 
     def seconds(dtype):  # the feed-forward product of this model, the median of five after a warm-up
         a = torch.randn(rows, model.n_embd, device=decisions["device"], dtype=dtype)
@@ -298,8 +312,11 @@ class Interrupted:
 class Metrics:
     """metrics.jsonl, one JSON object a line; opened at a step, the lines after it (of a run that was killed) are cut off."""
 
-    def __init__(self, folder, step):
+    def __init__(self, folder, step, process=0):
         self.path = folder / "metrics.jsonl"
+        if process:  # process 0 of the run writes them
+            self.file = open(os.devnull, "w", encoding="utf-8")
+            return
         kept = [line for line in read_metrics(self.path) if line["step"] <= step] if step else []
         if step and (not kept or kept[-1]["step"] < step):
             print(f"warning: {self.path}: damaged or cut short; its lines after step {kept[-1]['step'] if kept else 0} are "

@@ -1,4 +1,5 @@
-"""Where text comes from: files, and what every Python carries. A source gives documents, (id, text) pairs.
+"""Where text comes from: files, what every Python carries, and named corpora on other machines (remote.py). A source gives
+documents, (id, text) pairs, always the same in the same order.
 
 What a user can get wrong raises `flags.UserError` with one line that names it and says what to do.
 """
@@ -14,17 +15,14 @@ import sysconfig
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
-from files import sha256
+import remote
+from files import file_sha256, one_line, sha256
 from flags import UserError
 
 Documents = Iterator[tuple[str, str]]  # (id, text)
-
-
-def one_line(error: Exception) -> str:
-    """What another library had to say, cut to fit into one line of ours."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 # ---- Files of documents ---------------------------------------------------------------------------------------------
@@ -74,25 +72,31 @@ def read_jsonl(path: Path) -> Documents:
             yield document(where, record["text"], record.get("id"))
 
 
-def read_parquet(path: Path) -> Documents:
-    """Column `text`, perhaps `id`, a few rows at a time so that memory stays bounded."""
+def parquet_rows(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, dict]]:
+    """(where, row) of a parquet file that has the first column at least, a few rows at a time to bound memory."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
         raise UserError(f"{path}: parquet files need pyarrow; pip install pyarrow") from None
-    row = 0
+    number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            columns = [name for name in ("text", "id") if name in file.schema_arrow.names]
-            if "text" not in columns:
-                raise UserError(f"{path}: no column `text` among {file.schema_arrow.names[:9]}; rename the one to train on")
-            for batch in file.iter_batches(batch_size=256, columns=columns):
-                for record in batch.to_pylist():
-                    row += 1
-                    yield document(f"{path} row {row}", record["text"], record.get("id"))
+            names = file.schema_arrow.names
+            if columns[0] not in names:
+                raise UserError(f"{path}: no column `{columns[0]}` among {names[:9]}; rename the one to train on")
+            for batch in file.iter_batches(batch_size=256, columns=[name for name in columns if name in names]):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path} row {number}", row
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: damaged after row {row} ({one_line(error)}); fetch it again") from None
+        raise UserError(f"{path}: damaged after row {number} ({one_line(error)}); fetch it again") from None
+
+
+def read_parquet(path: Path) -> Documents:
+    """Column `text`, perhaps `id`."""
+    for where, row in parquet_rows(path, ("text", "id")):
+        yield document(where, row["text"], row.get("id"))
 
 
 READERS = {".txt": read_txt, ".jsonl": read_jsonl, ".jsonl.gz": read_jsonl, ".parquet": read_parquet}
@@ -184,30 +188,77 @@ def pysource() -> Documents:
         raise UserError("pysource: this Python has no source files; use a PATH, or --ood=none")
 
 
+# ---- Corpora on other machines --------------------------------------------------------------------------------------
+
+
+def wikitext_articles(path: Path) -> Documents:
+    """WikiText's rows are lines; an article begins with a line " = Title = "."""
+    lines, where = [], str(path)
+    for where, row in parquet_rows(path, ("text",)):
+        if re.fullmatch(r" = [^=].*[^=] = \n?", row["text"]) and "".join(lines).strip():
+            yield document(where, "".join(lines))
+            lines = []
+        lines.append(row["text"])
+    if lines:
+        yield document(where, "".join(lines))
+
+
+def remote_documents(name: str, cache_dir: Path) -> Documents:
+    """The documents of a corpus in remote.CORPORA, its files downloaded one by one as they are read."""
+    rows = 0
+    for path in remote.fetch(name, cache_dir):
+        if name.startswith("wikitext"):
+            rows += sum(1 for _ in parquet_rows(path, ("text",)))
+            yield from wikitext_articles(path)
+        else:
+            for rows, found in enumerate(read_files([path]), rows + 1):
+                yield found
+    if rows != remote.CORPORA[name].rows:
+        raise UserError(f"{name}: {rows} rows were read, but {remote.CORPORA[name].rows} are published; delete its folder in "
+                        f"{cache_dir / 'downloads'} and load it again")
+
+
 # ---- Sources --------------------------------------------------------------------------------------------------------
 
-CORPORA = {"pydocs": pydocs, "pysource": pysource}
+LOCAL = {"pydocs": pydocs, "pysource": pysource}
+HELD_OUT = 0.1  # of the documents
 
 
 @dataclass(frozen=True)
 class Source:
     name: str  # readable, part of the folder's name
-    files: list[Path]  # whose contents decide the text: their hash tells whether a prepared folder is still right
+    files: list[Path]  # whose contents decide the text
     documents: Callable[[], Documents]
     python: str | None = None  # Python's version, where the text depends on it
     one_text: bool = False  # a single .txt is split by position, everything else by document
+    origin: str | None = None  # in place of files: a publisher's name and revision, which decide the text
+    large: bool = False  # too large to be tokenised on the way into training
+
+    @cached_property
+    def contents(self) -> list[str]:
+        """What the text is made from: tells whether a prepared folder is still right."""
+        return [self.origin] if self.origin else [file_sha256(path) for path in self.files]
 
 
-def find_source(data: str, flag: str = "--data") -> Source:
-    """A name in CORPORA, or a file, a folder (searched to any depth) or a glob. A name wins: for a folder that is
-    called pydocs say ./pydocs."""
-    if data in CORPORA:
-        return Source(data, list(stdlib().values()), CORPORA[data], python=platform.python_version())
+def is_held_out(doc_id: str, part: float = HELD_OUT) -> bool:
+    """Whether a document is validation text: by the hash of its id, so that neither order nor company matters. What is
+    held out at a smaller part is held out at a larger one too."""
+    return int(sha256(doc_id.encode("utf-8"))[:8], 16) < part * 2**32
+
+
+def find_source(data: str, flag: str = "--data", cache_dir: str | Path = "data") -> Source:
+    """A name in LOCAL or remote.CORPORA (whose files come into cache_dir when they are read), or a file, a folder
+    (searched to any depth) or a glob. A name wins: for a folder that is called pydocs say ./pydocs."""
+    if data in LOCAL:
+        return Source(data, list(stdlib().values()), LOCAL[data], python=platform.python_version())
+    if data in remote.CORPORA:
+        return Source(data, [], lambda: remote_documents(data, Path(cache_dir)), origin=remote.CORPORA[data].origin,
+                      one_text=data == "shakespeare", large=remote.CORPORA[data].large)
     if os.path.isdir(data):
         paths, problem = filter(extension, Path(data).rglob("*")), "nothing to read in this folder"
     else:
         paths = map(Path, [data] if os.path.isfile(data) else glob.glob(data, recursive=True))
-        problem = f"neither a known corpus ({', '.join(CORPORA)}) nor a path"
+        problem = f"neither a known corpus ({', '.join([*LOCAL, *remote.CORPORA])}) nor a path"
     files = sorted((path for path in paths if path.is_file()), key=lambda path: path.parts)
     if not files:
         raise UserError(f"{flag}={data}: {problem}; name a file, folder or glob with {', '.join(READERS)} files")

@@ -3,12 +3,15 @@
     python train_gpt.py --scorer=ssa                                    three minutes on two CPU cores, no download
     python train_gpt.py --scorer=softmax --data=my_text.txt --steps=500
     python train_gpt.py --preset=nemotron-114m --data=corpus/ --scorer=ssa
+    python train_gpt.py --preset=nemotron-114m --dry-run                how long, how much memory
+    torchrun --nproc-per-node=8 train_gpt.py --preset=nemotron-114m     eight GPUs (see distributed.py)
 
 The run folder (runs/train_gpt-<preset>-<scorer>-s<seed>) gets config.json, model.safetensors, checkpoints, metrics.jsonl,
 loss.png, sample.txt and summary.json. Ctrl-C saves and prints the command that continues. See --help for all flags.
 """
 
-import shutil
+import re
+import subprocess
 import sys
 from dataclasses import dataclass
 
@@ -36,6 +39,8 @@ class Flags(SharedFlags):
     """most tokens the model sees at once"""
     sample_tokens: int = 500
     """tokens of the sample at the end"""
+    dry_run: bool = False
+    """print parameters, memory and time for the hardware found, and stop"""
 
     def check(self):
         super().check()
@@ -65,44 +70,65 @@ PRESETS = {
     # Ours, all of it: found by trying, for two CPU cores and three minutes.
     "laptop": preset("laptop", data="pydocs", ood="pysource", tokenizer="bytes", steps=1000, batch_size=16, lr=3e-3,
                      min_lr=3e-4, warmup=50, beta2=0.99, save_every=200, eval_every=200),
-    # nanoGPT's recipe for tiny Shakespeare on a CPU, with bytes for characters; the text is the one at --data.
-    "shakespeare": preset("shakespeare", data="", ood="none", tokenizer="bytes", steps=2000, batch_size=12, lr=1e-3,
+    # nanoGPT's recipe for tiny Shakespeare on a CPU, with bytes for characters.
+    "shakespeare": preset("shakespeare", data="shakespeare", ood="none", tokenizer="bytes", steps=2000, batch_size=12, lr=1e-3,
                           min_lr=1e-4, warmup=100, beta2=0.99, save_every=500, eval_every=500),
     # The paper's code: 1,024 tokens, 768 sequences a step, 22,000 steps, 500 of warm-up, seed 1234.
     # Ours, after Nemotron and GPT-3 for this size: learning rate 6e-4 down to a tenth, beta2 0.95, decay 0.1, clipping at 1.
-    "nemotron-114m": preset("nemotron-114m", data="", ood="none", tokenizer="gpt2", steps=22000, batch_size=768, lr=6e-4,
+    "nemotron-114m": preset("nemotron-114m", data="fineweb", ood="none", tokenizer="gpt2", steps=22000, batch_size=768, lr=6e-4,
                             min_lr=6e-5, warmup=500, beta2=0.95, seed=1234, save_every=500, eval_every=500,
                             eval_tokens=2**20),
     # nanoGPT's well-known recipe for GPT-2's size; 480 sequences a step.
-    "gpt2-124m": preset("gpt2-124m", data="", ood="none", tokenizer="gpt2", steps=600000, batch_size=480, lr=6e-4,
+    "gpt2-124m": preset("gpt2-124m", data="fineweb", ood="none", tokenizer="gpt2", steps=600000, batch_size=480, lr=6e-4,
                         min_lr=6e-5, warmup=2000, beta2=0.95, seed=1337, save_every=1000, eval_every=1000,
                         eval_tokens=2**20),
 }
 
+def default_preset(argv):
+    """(preset, why): the paper's model where there is a CUDA GPU, asked of its driver since importing torch takes seconds."""
+    if re.search(r"(^|\x00)--device[=\x00](cpu|mps)(\x00|$)", "\x00".join(argv)):
+        return "laptop", "the default without a CUDA GPU"
+    try:
+        gpus = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30).stdout.count("GPU ")
+    except (OSError, subprocess.TimeoutExpired):
+        gpus = 0
+    return ("nemotron-114m", "the default where there is a CUDA GPU") if gpus else ("laptop", "the default: no CUDA GPU found")
+
+
 if __name__ == "__main__":  # a wrong flag is answered here, before the seconds that importing torch takes
-    flags, saved = parse(Flags, PRESETS, default_preset="laptop")
+    default, why_default = default_preset(sys.argv[1:])
+    flags, saved = parse(Flags, PRESETS, default_preset=default)
 
 import math
 import statistics
 import time
+from itertools import islice
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+import estimate
 import run
 from checkpoint import load_checkpoint, load_tensors, load_weights, restore, save_checkpoint
 from data import bits_per_byte, prepare
+from distributed import Processes, end_after_loss, is_lost_connection
 from files import read_json, write_atomically, write_json
 from model import Transformer
+from tokens import VOCAB_SIZES
 
 
 def main(flags, saved):
     sys.stdout.reconfigure(line_buffering=True, errors="replace")  # logs show each line at once, terminals any text
+    processes = Processes(flags.device)  # one, unless torchrun has started more
     print(first_line(flags, saved))
+    if flags.dry_run:
+        vocab_size = padded(VOCAB_SIZES[flags.tokenizer])
+        return estimate.report(flags, flags.model_config(vocab_size), processes.count)
 
     # Text, and the last checkpoint if this run had one.
-    corpus = prepare(flags.data, flags.tokenizer, flags.cache_dir, flags.ood or "none")
+    with processes.one_at_a_time(flags.cache_dir):
+        corpus = prepare(flags.data, flags.tokenizer, flags.cache_dir, flags.ood or "none", timeout=flags.data_timeout)
     if saved and saved["data"] != corpus.digest:
         raise UserError(f"--data={flags.data}: the text or its tokens have changed since this run began; restore them, or "
                         "start anew with another --out")
@@ -110,15 +136,17 @@ def main(flags, saved):
     step, state, complaints = load_checkpoint(flags.out) if saved else (0, None, [])
     for complaint in complaints:
         print(f"warning: {complaint}; the checkpoint before it is used", file=sys.stderr)
+    processes.require_same(corpus.digest, f"--data={flags.data}: has another text here than on process 0; copy --cache-dir")
+    processes.require_same(step, f"--out={flags.out}: has other checkpoints here than on process 0; use a shared folder")
 
     # Model, and the decisions about this machine.
     model = make_model(flags, corpus.tokenizer, fresh=state is None)
     print(f"parameters: {model.n_parameters():,}; training tokens: {corpus.n_tokens('train'):,}")
-    decisions = run.decide(flags, model, saved and saved["decisions"])
+    decisions = processes.from_first(run.decide(flags, model, saved and saved["decisions"], processes.count))
     if not model.scorers()[0].trains_qk:
         print(f"note: {flags.scorer} gives no gradient to queries and keys, which stay as initialised")
-    folder = run.open_run(flags, saved)
-    if not saved:
+    folder = run.open_run(flags, saved) if processes.first else Path(flags.out)
+    if not saved and processes.first:
         run.write_config(folder, flags, model, decisions, data=corpus.digest)
     device, micro_batch = decisions["device"], decisions["micro_batch"]
 
@@ -131,34 +159,44 @@ def main(flags, saved):
         run.set_random_state(state["random"], device)
         scorer_start, seconds_before = state["scorer_start"], state["seconds"]
         print(f"resumed after step {step}")
-    metrics, unigram_bpb = run.Metrics(folder, step), corpus.unigram_bits_per_byte("val")
-    train_model, interrupted, peak = run.compiled(model, decisions), run.Interrupted(), run.peak_flops(decisions)
-    start = time.perf_counter()
-    bar = tqdm(total=flags.steps, initial=step, unit="step", dynamic_ncols=True, disable=None)
+    unigram_bpb = corpus.unigram_bits_per_byte("val")
+    processes.get_in_step()
+    metrics = run.Metrics(folder, step, processes.number)
+    eval_model, interrupted, peak = run.compiled(model, decisions), run.Interrupted(), run.peak_flops(decisions)
+    train_model, my_rows = processes.wrap(eval_model), processes.rows(flags.batch_size)
+    start, stop = time.perf_counter(), False
+    bar = tqdm(total=flags.steps, initial=step, unit="step", dynamic_ncols=True, disable=None if processes.first else True)
 
     def save():
         run.require_finite_weights(model, step)
+        if not processes.first:
+            return
         metrics.sync()
         save_checkpoint(folder, step, model, dict(
             step=step, model=model.state_dict(), optimizer=optimizer.state_dict(), random=run.random_state(device),
             scorer_start=scorer_start, seconds=seconds_before + time.perf_counter() - start))
 
-    while step < flags.steps and not interrupted:
+    while step < flags.steps and not stop:
         step_start = time.perf_counter()
         lr = run.learning_rate(step, flags)
         for group in optimizer.param_groups:
             group["lr"] = lr
         loss = 0.0
-        for first in range(0, flags.batch_size, micro_batch):
-            rows = range(first, first + micro_batch)
+        if flags.dropout:
+            processes.seed_dropout(flags.seed, step)
+        for first in range(0, len(my_rows), micro_batch):
+            rows = my_rows[first : first + micro_batch]
             x, y = corpus.batch(flags.seed, step, rows, flags.batch_size, flags.context)  # (micro_batch, context) each
+            # DDP adds up gradients in the last backward pass only; it wants to know before the forward pass.
+            train_model.require_backward_grad_sync = first + micro_batch == len(my_rows)
             with run.autocast(decisions):
                 _, part = train_model(x.to(device), y.to(device))
-            part = part * micro_batch / flags.batch_size  # every row has as many targets: the mean of means is the mean
+            part = part * micro_batch / len(my_rows)  # every row has as many targets: the mean of means is the mean
             part.backward()
             loss += part.detach()
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), flags.clip).item()
-        loss = float(loss)
+        # What the processes must agree on, in one exchange: the mean loss, and whether anyone was told to stop.
+        loss, stop = processes.sum(float(loss) / processes.count, bool(interrupted))
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             bar.close()
             fail(f"step {step + 1}: the loss is {loss}, the gradient's norm {grad_norm}; stopped, the last checkpoint is "
@@ -171,22 +209,26 @@ def main(flags, saved):
 
         tokens_per_s = flags.batch_size * flags.context / (time.perf_counter() - step_start)
         metrics.write(step=step, loss=loss, lr=lr, grad_norm=grad_norm, tokens_per_s=round(tokens_per_s, 1))
-        mfu = {"mfu": f"{model.flops_per_token() * tokens_per_s / peak:.1%}"} if peak else {}
+        mfu = {"mfu": f"{model.flops_per_token() * tokens_per_s / peak / processes.count:.1%}"} if peak else {}
         bar.set_postfix(loss=f"{loss:.3f}", tok_s=f"{tokens_per_s:,.0f}", **mfu, refresh=False)
         bar.update()
         if step % flags.eval_every == 0 or step == flags.steps:
             result = {}
             for split in corpus.splits[1:]:  # val, and ood if there is one
                 tokens = None if step == flags.steps else flags.eval_tokens
-                result |= evaluate(train_model, corpus, split, flags, decisions, tokens)
+                result |= evaluate(eval_model, corpus, split, flags, decisions, tokens, processes)
             metrics.write(step=step, **result, unigram_bpb=unigram_bpb, **run.scorer_values(model))
             bar.write(report(step, flags, result, unigram_bpb), file=sys.stdout)
-        if step % flags.save_every == 0 or step == flags.steps or interrupted:
+        if step % flags.save_every == 0 or step == flags.steps or stop:
             save()
     bar.close()
+    processes.end()
 
+    if not processes.first:
+        return
     if step < flags.steps:
-        print(f"{interrupted.signal}: saved after step {step}; continue with\n  {run.resume_command(flags)}")
+        told = interrupted.signal or "a signal to another process"
+        print(f"{told}: saved after step {step}; continue with\n  {run.resume_command(flags)}")
     else:
         seconds = seconds_before + time.perf_counter() - start
         finish(folder, flags, model, corpus, decisions, run.largest_change(scorer_start, run.scorer_values(model)), seconds)
@@ -198,18 +240,20 @@ def first_line(flags, saved):
         why = f"resumes {flags.out}"
     elif any(word.split("=")[0] == "--preset" for word in sys.argv):
         why = "asked for"
-    elif shutil.which("nvidia-smi"):
-        why = "the default; a GPU is here, so --preset=nemotron-114m --data=TEXT would train the paper's model"
     else:
-        why = "the default where there is no GPU"
+        why = why_default
     return f"preset {flags.preset} on {flags.data} with scorer {flags.scorer} -> {flags.out} ({why})"
+
+
+def padded(vocab_size):
+    """Rounded up to a multiple of 64, which matrix units like."""
+    return -(-vocab_size // 64) * 64
 
 
 def make_model(flags, tokenizer, fresh):
     """The Transformer that the flags ask for: weights random by --seed, or (if fresh) those of --init-from."""
     torch.manual_seed(flags.seed)
-    vocab_size = -(-tokenizer.vocab_size // 64) * 64  # padded to a multiple of 64, which matrix units like
-    model = Transformer(flags.model_config(vocab_size))
+    model = Transformer(flags.model_config(padded(tokenizer.vocab_size)))
     if flags.init_from and fresh:
         path = Path(flags.init_from) / "model.safetensors"
         scorer = read_json(path.with_name("config.json"), "name a run folder of this program")["model"]["scorer"]
@@ -219,11 +263,13 @@ def make_model(flags, tokenizer, fresh):
 
 
 @torch.no_grad()
-def evaluate(model, corpus, split, flags, decisions, max_tokens):
-    """Mean loss in nats a token, perplexity, and bits per UTF-8 byte, over a split or about max_tokens of it."""
+def evaluate(model, corpus, split, flags, decisions, max_tokens, processes):
+    """Mean loss in nats a token, perplexity, and bits per UTF-8 byte, over a split or about max_tokens of it. The processes
+    share the batches, in turn."""
     model.eval()
     nats, n_tokens, n_bytes, size = 0.0, 0, 0, decisions["micro_batch"]
-    for x, y in corpus.eval_batches(split, flags.context, size, max_tokens or None):
+    batches = corpus.eval_batches(split, flags.context, size, max_tokens or None)
+    for x, y in islice(batches, processes.number, None, processes.count):
         # The last windows may be fewer or shorter. Padding them keeps one shape, so that a compiled model compiles once.
         full_x, full_y = x.new_zeros(size, flags.context), y.new_full((size, flags.context), -100)
         full_x[:x.size(0), :x.size(1)], full_y[:y.size(0), :y.size(1)] = x, y
@@ -232,6 +278,7 @@ def evaluate(model, corpus, split, flags, decisions, max_tokens):
         nats, n_tokens = nats + loss.item() * y.numel(), n_tokens + y.numel()
         n_bytes += corpus.tokenizer.count_bytes(y)
     model.train()
+    nats, n_tokens, n_bytes = processes.sum(nats, n_tokens, n_bytes)
     return {f"{split}_loss": nats / n_tokens, f"{split}_ppl": math.exp(min(nats / n_tokens, 700)),
             f"{split}_bpb": bits_per_byte(nats, n_bytes)}
 
@@ -274,3 +321,7 @@ if __name__ == "__main__":
         fail(error)
     except KeyboardInterrupt:
         fail("interrupted before training began; nothing was saved", code=130)
+    except RuntimeError as error:
+        if not is_lost_connection(error):
+            raise
+        end_after_loss(error)

@@ -199,7 +199,7 @@ def test_bad_parquet_rows_and_columns_are_named(tmp_path, monkeypatch):
 def test_a_source_that_is_not_there(tmp_path):
     (tmp_path / "empty").mkdir()
     for name in ("foo", "", str(tmp_path / "no.txt"), str(tmp_path / "*.txt"), "x" * 5000):
-        with raises_line(f"--data={name}: neither a known corpus (pydocs, pysource) nor a path"):
+        with raises_line(f"--data={name}: neither a known corpus (pydocs, pysource, fineweb, "):
             sources.documents(name)
     with raises_line(f"--data={tmp_path / 'empty'}: nothing to read in this folder", ".txt"):
         sources.documents(str(tmp_path / "empty"))
