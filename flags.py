@@ -122,7 +122,8 @@ class SharedFlags:
             changed = getattr(self, name) != SharedFlags.__dataclass_fields__[name].default
             require(self, name, not changed or self.scorer == scorer, f"only --scorer={scorer} has it; leave it out")
         require(self, "overwrite", not (self.overwrite and self.resume), "contradicts --resume; give one of them")
-        require(self, "init_from", self.resume or not self.init_from or Path(self.init_from).is_dir(), "no such folder; name a run folder")
+        require(self, "init_from", self.resume or not self.init_from or Path(self.init_from).is_dir(),
+                "no such folder; name a run folder")
 
     def scorer_options(self):
         """The chosen scorer's options, for ssa.make_scorer."""

@@ -82,8 +82,8 @@ def share_of_batch(flags, processes):
     """Sequences of a step that each process computes."""
     unit = processes * max(1, flags.micro_batch)
     if flags.batch_size % unit:
-        raise UserError(f"--batch-size={flags.batch_size}: must be a multiple of {unit}, so that {processes} processes have equal "
-                        f"shares{' of whole micro-batches' if flags.micro_batch else ''}; change it, or their number")
+        raise UserError(f"--batch-size={flags.batch_size}: must be a multiple of {unit}, so that {processes} processes "
+                        f"have equal shares{' of whole micro-batches' if flags.micro_batch else ''}; change it, or their number")
     return flags.batch_size // processes
 
 

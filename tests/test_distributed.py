@@ -1,6 +1,5 @@
 """train_gpt.py on several processes: the same run as on one, resumed by any number, ended together, and by torchrun itself."""
 
-import json
 import os
 import re
 import shutil
