@@ -12,7 +12,6 @@ import platform
 import shlex
 import shutil
 import signal
-import statistics
 import sys
 import time
 from dataclasses import asdict
@@ -105,15 +104,15 @@ def _pick_dtype(wanted, decisions, model):
     # On a CPU that has no bfloat16 units its products are slower by a hundred times: then few rows must do.
     rows = min(decisions["micro_batch"] * model.context, 4096 if decisions["device"] == "cuda" else 512)
 
-    def seconds(dtype):  # the feed-forward product of this model, the median of five after a warm-up
+    def seconds(dtype):  # the feed-forward product of this model; the fastest of ten, since others may use this machine
         a = torch.randn(rows, model.n_embd, device=decisions["device"], dtype=dtype)
         b = torch.randn(model.n_embd, model.n_ff, device=decisions["device"], dtype=dtype)
         times = []
-        for _ in range(6):
+        for _ in range(10):
             start = time.perf_counter()
             (a @ b).sum().item()  # item() waits for a GPU
             times.append(time.perf_counter() - start)
-        return statistics.median(times[1:])
+        return min(times)
 
     ratio = seconds(torch.float32) / seconds(torch.bfloat16)
     # Autocast pays for its casts, so bf16 must win clearly in the product alone to win in the model.
