@@ -188,7 +188,7 @@ class Corpus:
         while True:
             manifest = load_manifest(path.parent, (split,))
             if manifest["plan"] != self.manifest["plan"]:
-                raise UserError(f"{path}: will not come, since the corpus ended before it; start anew with another --out")
+                raise UserError(f"{path}: will not come, since the corpus ended before it; start anew, --out elsewhere")
             shard = manifest["splits"][split]["shards"][number]
             if shard["sha256"]:
                 self._shards[split][number] = path, shard

@@ -1,8 +1,9 @@
 """One run on many processes: torchrun --nproc-per-node=N train_gpt.py ... (torch's DistributedDataParallel, DDP).
 
-Every process holds the whole model and computes its share of the rows of every batch; DDP adds up the gradients during the
-last backward pass of a step. What a run computes depends on the total batch alone, not on how many processes share it.
-Process 0 alone prints and writes. Without torchrun all of this does nothing: there is one process, it is number 0.
+Every process holds the whole model and computes its share of the rows of every batch; DDP adds up the gradients
+during the last backward pass of a step. What a run computes depends on the total batch alone, not on how many
+processes share it. Process 0 alone prints and writes. Without torchrun all of this does nothing: there is one
+process, it is number 0.
 """
 import contextlib
 import os
@@ -37,8 +38,8 @@ class Processes:
         cuda = wanted_device in ("auto", "cuda") and torch.cuda.is_available()
         if cuda:
             if self.local >= torch.cuda.device_count():
-                raise UserError(f"--nproc-per-node: this machine has {torch.cuda.device_count()} GPUs, process {self.local} has "
-                                "none; start fewer processes, or use --device=cpu")
+                raise UserError(f"--nproc-per-node: this machine has {torch.cuda.device_count()} GPUs, none for process "
+                                f"{self.local}; start fewer processes, or use --device=cpu")
             torch.cuda.set_device(self.local)
         if not self.first:
             sys.stdout = open(os.devnull, "w", encoding="utf-8")
@@ -56,7 +57,7 @@ class Processes:
 
     @contextlib.contextmanager
     def one_at_a_time(self, folder):
-        """The processes of a machine go through this block one after the other: the first one makes what the others find."""
+        """The processes of a machine go through this block one by one: the first one makes what the others find."""
         name = f"ssa-{sha256(str(Path(folder).resolve()).encode('utf-8'))[:16]}.lock"
         with filelock.FileLock(Path(tempfile.gettempdir()) / name) if self.many else contextlib.nullcontext():
             yield
@@ -94,8 +95,8 @@ class Processes:
         return total.tolist()
 
     def seed_dropout(self, seed, step):
-        """Each process drops with random numbers of its own, which depend on the step alone, so that resuming repeats them.
-        (Another number of processes draws others: with dropout, runs are equal for equal numbers of processes only.)"""
+        """Each process drops with random numbers of its own, fixed by the step, so that resuming repeats them. (Another
+        number of processes draws others: with dropout, runs are equal for equal numbers of processes only.)"""
         if self.many:
             torch.manual_seed(int(sha256(f"dropout {seed} {step} {self.number}".encode("utf-8"))[:15], 16))
 
@@ -107,16 +108,16 @@ class Processes:
 def is_lost_connection(error):
     """Whether an exception is how torch tells that another process has gone."""
     words = ("gloo", "nccl", "connection", "timed out")
-    return int(os.environ.get("WORLD_SIZE", 1)) > 1 and (isinstance(error, dist.DistError)
-                                                         or any(word in str(error).lower() for word in words))
+    named = isinstance(error, dist.DistError) or any(word in str(error).lower() for word in words)
+    return named and int(os.environ.get("WORLD_SIZE", 1)) > 1
 
 
 def end_after_loss(error):
-    """Say so in one line and end; under torchrun not before it has had time to notice, and to end this process itself. (If
-    the survivors on other machines ended by themselves, their torchruns would count that as failures of their own, and the
-    machines would restart one after the other instead of together.)"""
-    print(f"error: process {os.environ['RANK']} has lost another process of this run ({one_line(error)[:120]}); stopped, the "
-          "last checkpoint is kept; start again with --resume", file=sys.stderr, flush=True)
+    """Say so in one line and end; under torchrun not before it has had time to notice, and to end this process itself.
+    (If the survivors on other machines ended by themselves, their torchruns would count that as failures of their own,
+    and the machines would restart one after the other instead of together.)"""
+    print(f"error: process {os.environ['RANK']} has lost another process of this run ({one_line(error)[:120]}); stopped, "
+          "the last checkpoint is kept; start again with --resume", file=sys.stderr, flush=True)
     deadline = time.monotonic() + (30 if "TORCHELASTIC_RUN_ID" in os.environ else 0)
     while time.monotonic() < deadline and signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:  # see run.Interrupted
         time.sleep(0.1)

@@ -1,5 +1,5 @@
-"""train_gpt.py --dry-run: what a run would take on the hardware found. Parameters and exchanged bytes are exact, memory is
-counted from the tensors that the backward pass needs, time follows from a matrix product measured here."""
+"""train_gpt.py --dry-run: what a run would take on the hardware found. Parameters and exchanged bytes are exact,
+memory is counted from the tensors that the backward pass needs, time follows from a matrix product measured here."""
 
 import os
 import time
@@ -9,7 +9,7 @@ import torch
 import run
 from model import Transformer
 
-EFFICIENCY = 0.5  # of the measured product's speed that a whole step reaches: our laptop and nanoGPT's runs get 0.4 to 0.6
+EFFICIENCY = 0.5  # of the measured product's speed that a whole step reaches: a guess, good to a factor of two
 STATE_BYTES = 16  # a parameter: weight, gradient and AdamW's two moments, in float32
 
 
@@ -22,8 +22,8 @@ def report(flags, config, processes):
     print(f"parameters: {n:,}, {config.vocab_size * config.n_embd:,} of them the embedding")
     print(f"tokens: {tokens:,} a step, {tokens * flags.steps / 1e9:.3g} billion in {flags.steps:,} steps")
     state, activations = n * STATE_BYTES, activation_bytes(config, decisions)
-    print(f"memory of a process: {gb(state)} for weights, gradients and AdamW + about {gb(activations)} for a micro-batch of "
-          f"{decisions['micro_batch']} = {gb(state + activations)}; this machine has {gb(memory(decisions['device']))}")
+    print(f"memory of a process: {gb(state)} for weights, gradients and AdamW + about {gb(activations)} for a micro-batch "
+          f"of {decisions['micro_batch']} = {gb(state + activations)}; this machine has {gb(memory(decisions['device']))}")
     print(f"while a checkpoint is saved, {gb(12 * n)} of main memory more")
     speed = product_speed(model, decisions)
     seconds = model.flops_per_token() * tokens / (speed * EFFICIENCY) / processes
@@ -39,10 +39,10 @@ def activation_bytes(config, decisions):
     rows = decisions["micro_batch"] * config.context
     number = 2 if decisions["dtype"] == "bfloat16" else 4  # bytes
     kv = config.n_kv_head / config.n_head
-    # In multiples of C: two norms and their inputs, q k v before and after rotation, attention's output, the sum; and the
-    # feed-forward layer's three.
+    # In multiples of C: two norms and their inputs, q k v before and after rotation, attention's output, the sum; and
+    # the feed-forward layer's three.
     layer = config.n_embd * (4 + 2 * (1 + 2 * kv) + 3) + 3 * config.n_ff
-    scores = 5 * config.n_head * config.context if decisions["path"] == "plain" else 0  # scores, SSA's log, weights
+    scores = 5 * config.n_head * config.context if decisions["path"] == "plain" else 0  # SSA's log, weights, ...
     # Logits, their log-softmax and its gradient are float32 throughout.
     return rows * (config.n_layer * (layer + scores) * number + 3 * config.vocab_size * 4)
 

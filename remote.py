@@ -1,9 +1,10 @@
-"""Named corpora on other machines: which files of which revision, and a download that is checked and can be interrupted.
+"""Named corpora on other machines: which files of which revision, and a download that is checked and can be
+interrupted.
 
-A corpus is pinned by a commit of its repository, so its files never change. The Hugging Face hub tells the size and sha256
-of every file of a commit (Git LFS knows a file by its sha256). That listing is recorded at the first download, beside the
-files, and from then on nothing that differs is used. Files come one by one, when their turn to be read is there, over https
-only. No code of a repository is run: what is read is parquet and plain text.
+A corpus is pinned by a commit of its repository, so its files never change. The Hugging Face hub tells the size and
+sha256 of every file of a commit (Git LFS knows a file by its sha256). That listing is recorded at the first download,
+beside the files, and from then on nothing that differs is used. Files come one by one, when their turn to be read is
+there, over https only. No code of a repository is run: what is read is parquet and plain text.
 
 HF_ENDPOINT=https://... names a mirror of the hub.
 """
@@ -58,9 +59,10 @@ CORPORA = {
     "wikipedia": on_hub("wikimedia/wikipedia", "b04c8d1ceb2f5cd4588862100d08de323dccfbaa", "20231101.en", 41, 6_407_814,
                         large=True),
     # WikiText-2 without <unk>; sources.py puts its articles together. For --ood the test file alone.
-    "wikitext": on_hub("Salesforce/wikitext", "b08601e04326c79dfdd32d625aee71d232d685c3", "wikitext-2-raw-v1", 3, 44_836),
-    "wikitext-test": on_hub("Salesforce/wikitext", "b08601e04326c79dfdd32d625aee71d232d685c3", "wikitext-2-raw-v1", 1, 4_358,
-                            ending="test-00000-of-00001.parquet"),
+    "wikitext": on_hub("Salesforce/wikitext", "b08601e04326c79dfdd32d625aee71d232d685c3", "wikitext-2-raw-v1", 3,
+                       44_836),
+    "wikitext-test": on_hub("Salesforce/wikitext", "b08601e04326c79dfdd32d625aee71d232d685c3", "wikitext-2-raw-v1", 1,
+                            4_358, ending="test-00000-of-00001.parquet"),
     "shakespeare": Remote("karpathy/char-rnn@6f9487a6fe5b420b7ca9afb0d7c078e37c1d1b4e/data/tinyshakespeare", 1, 1, files=(
         File("input.txt", "https://raw.githubusercontent.com/karpathy/char-rnn/6f9487a6fe5b420b7ca9afb0d7c078e37c1d1b4e"
              "/data/tinyshakespeare/input.txt", 1_115_394,
@@ -85,9 +87,10 @@ def require_https(url: str, what: str):
 
 
 def connect(url: str, start: int = 0):
-    """The open answer to a GET of url from byte `start` on. Certificates are verified (SSL_CERT_FILE is respected)."""
+    """The open answer to a GET of url from byte `start` on. Certificates are verified (SSL_CERT_FILE adds some)."""
     require_https(url, "this address")
-    request = urllib.request.Request(url, headers={"User-Agent": "ssa", **({"Range": f"bytes={start}-"} if start else {})})
+    headers = {"User-Agent": "ssa"} | ({"Range": f"bytes={start}-"} if start else {})
+    request = urllib.request.Request(url, headers=headers)
     return urllib.request.build_opener(OnlyHttps).open(request, timeout=PATIENCE)
 
 
@@ -109,7 +112,8 @@ def hub_listing(remote: Remote) -> list[dict]:
     try:
         with connect(url) as answer:
             entries = json.loads(answer.read(2**24))
-        found = [{"name": PurePosixPath(entry["path"]).name, "size": int(entry["lfs"]["size"]), "sha256": entry["lfs"]["oid"]}
+        found = [{"name": PurePosixPath(entry["path"]).name, "size": int(entry["lfs"]["size"]),
+                  "sha256": entry["lfs"]["oid"]}
                  for entry in entries if entry["type"] == "file" and entry["path"].endswith(remote.ending)]
     except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{url}: cannot be listed ({one_line(error)}); check the network, or name a mirror with "
@@ -127,7 +131,8 @@ def listing(remote: Remote, folder: Path) -> list[File]:
     if not path.exists():
         write_json(path, {"origin": remote.origin, "files": hub_listing(remote)})
     files = read_json(path, "delete it, it will be asked for anew")["files"]
-    return [File(file["name"], f"{hub_address(remote, GET)}/{file['name']}", file["size"], file["sha256"]) for file in files]
+    return [File(file["name"], f"{hub_address(remote, GET)}/{file['name']}", file["size"], file["sha256"])
+            for file in files]
 
 
 def download(file: File, folder: Path) -> Path:
@@ -146,8 +151,8 @@ def download(file: File, folder: Path) -> Path:
         except (OSError, http.client.HTTPException) as error:
             failures = 0 if part.exists() and part.stat().st_size > have else failures + 1
             if failures == TRIES or getattr(error, "code", 500) in (401, 403, 404) or isinstance(error, PermissionError):
-                raise UserError(f"{file.url}: cannot be loaded to {path} ({one_line(error)}); check the network and the "
-                                "disk; the same command continues") from None
+                raise UserError(f"{file.url}: cannot be loaded to {path} ({one_line(error)}); check the network and "
+                                "the disk; the same command continues") from None
             time.sleep(min(2**failures, 20) / 4)
     return path
 
@@ -168,27 +173,28 @@ def load(file: File, part: Path, have: int):
         raise OSError(f"the connection ended after {have} of {file.size} bytes")
     if have > file.size:
         part.unlink()
-        raise UserError(f"{file.url}: is longer than its {file.size} bytes, so it is another file; nothing of it was kept")
+        raise UserError(f"{file.url}: is longer than its {file.size} bytes, so it is another file; nothing was kept")
 
 
 def check(path: Path, file: File):
     """Raise UserError, and remove the file, unless it has the size and sha256 that were published or recorded."""
     if path.stat().st_size != file.size or file_sha256(path) != file.sha256:
         path.unlink()
-        raise UserError(f"{path}: its size or sha256 is not the one known of {file.url}; it was removed, the same command "
-                        "loads it again")
+        raise UserError(f"{path}: its size or sha256 is not the one known of {file.url}; it was removed, the same "
+                        "command loads it again")
 
 
 def fetch(name: str, cache_dir: Path) -> Iterator[Path]:
     """The files of a named corpus in order, each downloaded when it is asked for."""
     remote = CORPORA[name]
     # Named by the commit too: files of another revision must never mix with these.
-    folder = cache_dir / "downloads" / remote.origin.split("/")[1].replace("@", "-")[:40] / remote.origin.rsplit("/", 1)[1]
+    _, repository, part = remote.origin.split("/", 2)
+    folder = cache_dir / "downloads" / repository.replace("@", "-") / part.replace("/", "-")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{folder}: cannot be made ({one_line(error)}); choose another --cache-dir") from None
     for file in listing(remote, folder):
         if "/" in file.name or "\\" in file.name or file.name.startswith("."):
-            raise UserError(f"{folder}: a listed file is called {file.name!r}, which is no plain name; delete the folder")
+            raise UserError(f"{folder}: a listed file is called {file.name!r}, no plain name; delete the folder")
         yield download(file, folder)

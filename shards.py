@@ -1,12 +1,14 @@
-"""python data.py NAME --tokenizer=gpt2 --tokens=10e9 --workers=N: the token files of a large corpus, by several processes.
+"""python data.py NAME --tokenizer=gpt2 --tokens=10e9 --workers=N: the token files of a large corpus, by several
+processes.
 
-The manifest is written first: which files there will be, and exactly how many tokens each has. Then documents are read in
-their order, tokenised by N processes, and their tokens, put end to end, fill one file after the other; a document may go on
-in the next file. So the content of every file is fixed before it exists: it depends neither on the number of processes nor
-on interruptions, and training may start on the files that are finished.
+The manifest is written first: which files there will be, and exactly how many tokens each has. Then documents are
+read in their order, tokenised by N processes, and their tokens, put end to end, fill one file after the other; a
+document may go on in the next file. So the content of every file is fixed before it exists: it depends neither on the
+number of processes nor on interruptions, and training may start on the files that are finished.
 
-For each finished file the manifest notes its checksum, and the place in the corpus where the next one begins ("next": number
-of the document, tokens of it already used). An interrupted command goes on from there: no hole, no document twice.
+For each finished file the manifest notes its checksum, and the place in the corpus where the next one begins ("next":
+number of the document, tokens of it already used). An interrupted command goes on from there: no hole, no document
+twice.
 """
 import collections
 import concurrent.futures
@@ -32,7 +34,8 @@ from sources import HELD_OUT, Source, find_source, is_held_out
 from tokens import DTYPE, FORMAT, Tokenizer, get_tokenizer, load_manifest
 
 LARGE = 2e9  # tokens: from here on one document in a hundred is validation text, as one in ten would be a waste
-VAL_PART, VAL_TOKENS = 20, 10_000_000  # tokens of validation text: a twentieth of all, at most so many
+VAL_PART, VAL_TOKENS = 20, 2_000_000  # a twentieth of all tokens is validation text, but so many are enough; and they
+# are there soon: training cannot begin before them
 CHUNK = 500_000  # characters a worker gets at once: enough to forget the cost of sending them
 
 
@@ -56,7 +59,8 @@ class Flags:
     def check(self):
         require(self, "tokens", 100 <= self.tokens < 1e15, "must be at least 100")
         require(self, "shard_tokens", 10 <= self.shard_tokens <= 1e9, "must be between 10 and 1e9")
-        require(self, "tokens", self.tokens / self.shard_tokens <= 50_000, "makes more than 50,000 files; raise --shard-tokens")
+        require(self, "tokens", self.tokens / self.shard_tokens <= 50_000,
+                "makes more than 50,000 files; raise --shard-tokens")
         require(self, "workers", 0 <= self.workers <= 1024, "must be between 0 and 1024")
 
 
@@ -106,8 +110,8 @@ def encode(texts: list[str]) -> list[np.ndarray]:
 
 
 def tokenised(documents: Iterator[tuple[int, str, str]], tokenizer_name: str, workers: int) -> Iterator:
-    """(number, split, text) -> (number, split, ids), in the same order, by `workers` processes. Only a few chunks are under
-    way at any time, so that a slow disk is waited for instead of filling the memory."""
+    """(number, split, text) -> (number, split, ids), in the same order, by `workers` processes. Only a few chunks are
+    under way at any time, so that a slow disk is waited for instead of filling the memory."""
     # "spawn" starts clean processes on every system; torch is never imported in them.
     with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker,
                                                 (tokenizer_name,)) as pool:
@@ -120,8 +124,8 @@ def tokenised(documents: Iterator[tuple[int, str, str]], tokenizer_name: str, wo
             while under_way:
                 yield from finished(*under_way.popleft())
         except concurrent.futures.process.BrokenProcessPool:
-            raise UserError("a tokenising process was killed, perhaps for want of memory; the same command continues, with "
-                            "fewer --workers if need be") from None
+            raise UserError("a tokenising process was killed, perhaps for want of memory; the same command continues, "
+                            "with fewer --workers if need be") from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -223,7 +227,7 @@ def fill(source: Source, tokenizer: Tokenizer, folder: Path, manifest: dict, wor
                 yield number, split, text
 
     number = 0
-    with tqdm(total=manifest["tokens"], initial=done, unit="tok", unit_scale=True, dynamic_ncols=True, disable=None) as bar:
+    with tqdm(total=manifest["tokens"], initial=done, unit="tok", unit_scale=True, disable=None) as bar:
         for number, split, ids in tokenised(wanted(), tokenizer.name, workers):
             file = writers[split].number
             bar.update(writers[split].add(number, ids))
@@ -243,7 +247,7 @@ def fill(source: Source, tokenizer: Tokenizer, folder: Path, manifest: dict, wor
 def prepare_shards(flags: Flags) -> Path:
     source = find_source(flags.corpus, "NAME", flags.cache_dir)
     if source.one_text:
-        raise UserError(f"{flags.corpus}: is a single text, which train_gpt.py --data={flags.corpus} prepares by itself")
+        raise UserError(f"{flags.corpus}: is a single text, which train_gpt.py --data={flags.corpus} prepares itself")
     tokenizer, tokens, shard_tokens = get_tokenizer(flags.tokenizer), int(flags.tokens), int(flags.shard_tokens)
     workers, start = flags.workers or os.cpu_count() or 1, time.perf_counter()
     folder = planned_folder(source, flags.tokenizer, flags.cache_dir)
@@ -253,21 +257,21 @@ def prepare_shards(flags: Flags) -> Path:
             if (folder / "manifest.json").exists():
                 manifest = load_manifest(folder, ("train", "val"))
                 if (manifest["tokens"], manifest["shard_tokens"]) != (tokens, shard_tokens):
+                    planned = f"--tokens={manifest['tokens']} --shard-tokens={manifest['shard_tokens']}"
                     raise UserError(f"--tokens={tokens} --shard-tokens={shard_tokens}: {folder} was planned with "
-                                    f"--tokens={manifest['tokens']} --shard-tokens={manifest['shard_tokens']}; give these, or "
-                                    "another --cache-dir")
+                                    f"{planned}; give these, or another --cache-dir")
             else:
                 manifest = make_plan(source, tokenizer, tokens, shard_tokens)
                 write_json(folder / "manifest.json", manifest)
             before = finished_tokens(manifest)
             if not manifest["complete"]:
-                print(f"{source.name}: {tokens:,} tokens into {folder} with {workers} workers; training may start", flush=True)
+                print(f"{source.name}: {tokens:,} tokens into {folder} with {workers} workers", flush=True)
                 fill(source, tokenizer, folder, manifest, workers)
     except filelock.Timeout:
         raise UserError(f"{folder}: another process is filling it; wait for it or end it") from None
     except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({one_line(error)}); free some space, then the same command continues, "
-                        "or choose another --cache-dir") from None
+        raise UserError(f"{folder}: cannot be written ({one_line(error)}); free some space, then the same command "
+                        "continues, or choose another --cache-dir") from None
     report(manifest, folder, before, time.perf_counter() - start)
     return folder
 

@@ -1,5 +1,5 @@
-"""Where text comes from: files, what every Python carries, and named corpora on other machines (remote.py). A source gives
-documents, (id, text) pairs, always the same in the same order.
+"""Where text comes from: files, what every Python carries, and named corpora on other machines (remote.py). A source
+gives documents, (id, text) pairs, always the same in the same order.
 
 What a user can get wrong raises `flags.UserError` with one line that names it and says what to do.
 """
@@ -214,8 +214,8 @@ def remote_documents(name: str, cache_dir: Path) -> Documents:
             for rows, found in enumerate(read_files([path]), rows + 1):
                 yield found
     if rows != remote.CORPORA[name].rows:
-        raise UserError(f"{name}: {rows} rows were read, but {remote.CORPORA[name].rows} are published; delete its folder in "
-                        f"{cache_dir / 'downloads'} and load it again")
+        raise UserError(f"{name}: {rows} rows were read, but {remote.CORPORA[name].rows} are published; delete its folder "
+                        f"in {cache_dir / 'downloads'} and load it again")
 
 
 # ---- Sources --------------------------------------------------------------------------------------------------------

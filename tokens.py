@@ -1,9 +1,10 @@
 """Text to token ids and back, and what token files on disk look like. No torch here: the processes that tokenise in
 parallel (shards.py) need none.
 
-A folder of token files holds `<split>-<number>.bin`, ids of two bytes each, and manifest.json, which names every file with
-its number of tokens, bytes of text, and sha256. In a folder that shards.py is still filling, the files to come are in the
-manifest already, with their exact number of tokens and no sha256 yet: so the place of every token is known in advance.
+A folder of token files holds `<split>-<number>.bin`, ids of two bytes each, and manifest.json, which names every file
+with its number of tokens, bytes of text, and sha256. In a folder that shards.py is still filling, the files to come
+are in the manifest already, with their exact number of tokens and no sha256 yet: so the place of every token is known
+in advance.
 """
 import math
 import re
@@ -96,7 +97,8 @@ def load_manifest(folder: Path, splits: tuple[str, ...]) -> dict:
             if not re.fullmatch(r"[a-z]+-\d+\.bin", name) or (folder / name).resolve().parent != folder.resolve():
                 raise ValueError(f"{name!r} is outside the folder")
             to_come = shard["sha256"] is None and manifest.get("complete", True) is False
-            if not (type(shard["tokens"]) is int and shard["tokens"] > 0 and (isinstance(shard["sha256"], str) or to_come)):
+            known = isinstance(shard["sha256"], str) or to_come
+            if not (type(shard["tokens"]) is int and shard["tokens"] > 0 and known):
                 raise ValueError(f"{name} without a size and checksum")
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise UserError(f"{path}: cannot be right ({one_line(error)}); {REBUILD}") from None

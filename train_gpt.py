@@ -187,8 +187,8 @@ def main(flags, saved):
         for first in range(0, len(my_rows), micro_batch):
             rows = my_rows[first : first + micro_batch]
             x, y = corpus.batch(flags.seed, step, rows, flags.batch_size, flags.context)  # (micro_batch, context) each
-            # DDP adds up gradients in the last backward pass only; it wants to know before the forward pass.
-            train_model.require_backward_grad_sync = first + micro_batch == len(my_rows)
+            if processes.many:  # gradients are added up in the last backward pass; DDP must know before the forward pass
+                train_model.require_backward_grad_sync = first + micro_batch == len(my_rows)
             with run.autocast(decisions):
                 _, part = train_model(x.to(device), y.to(device))
             part = part * micro_batch / len(my_rows)  # every row has as many targets: the mean of means is the mean

@@ -1,4 +1,5 @@
-"""train_gpt.py on several processes: the same run as on one, resumed by any number, ended together, and by torchrun itself."""
+"""train_gpt.py on several processes: the same run as on one, resumed by any number, ended together, and by torchrun
+itself."""
 
 import os
 import re
@@ -21,6 +22,7 @@ from run import read_metrics
 SCRIPT = "train_gpt.py"
 # Six sequences on each of two processes, in micro-batches of three.
 MANY = [*TINY, "--batch-size=12", "--micro-batch=3", "--device=cpu", "--out=r"]
+RESTARTED = [*MANY, "--steps=120", "--save-every=20", "--eval-every=60"]
 
 
 def free_port():
@@ -81,7 +83,7 @@ def test_a_signal_to_one_stops_all_at_one_step_and_any_number_resumes(folder):
         wait_for_lines(folder / "r", 15)
         os.kill(run.children[-1], number)
         _, out, _ = run.wait()
-        stopped = int(re.search(r": saved after step (\d+); continue with\n  python train_gpt.py --out=r --resume", out[0])[1])
+        stopped = int(re.search(r": saved after step (\d+); continue with\n  python .*train_gpt.py --out=r --resume", out[0])[1])
         assert stopped < 50 and losses(folder / "r", "step")[-1] == stopped
         _, out, _ = Run("--out=r", "--resume", cwd=folder, count=then).wait()
         assert f"resumed after step {stopped}" in out[0]
@@ -127,9 +129,9 @@ def test_many_processes_say_once_that_a_flag_is_wrong(folder):
 
 
 def torchrun(*flags, cwd, **env):
-    return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", *flags, str(ROOT / SCRIPT), *MANY, "--steps=120",
-                             "--save-every=20", "--eval-every=60", "--resume"], cwd=cwd, text=True, encoding="utf-8", stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1", **env})
+    command = [sys.executable, "-m", "torch.distributed.run", *flags, str(ROOT / SCRIPT), *RESTARTED, "--resume"]
+    return subprocess.Popen(command, cwd=cwd, text=True, encoding="utf-8", stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            env={**os.environ, "OMP_NUM_THREADS": "1", **env})
 
 
 def test_two_machines_lose_a_worker_and_go_on(folder):
@@ -145,5 +147,5 @@ def test_two_machines_lose_a_worker_and_go_on(folder):
     assert [node.returncode for node in nodes] == [0, 0], texts
     assert re.search(r"^resumed after step [246]0$", "".join(out for out, _ in texts), re.M), texts
     assert losses(folder / "r", "step")[-1] == 120 and len(losses(folder / "r")) == 120
-    command(SCRIPT, *MANY, "--steps=120", "--save-every=20", "--eval-every=60", "--out=whole", cwd=folder)
+    command(SCRIPT, *RESTARTED, "--out=whole", cwd=folder)
     assert losses(folder / "whole") == pytest.approx(losses(folder / "r"), abs=1e-4)

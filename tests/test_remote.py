@@ -1,4 +1,5 @@
-"""Named corpora on other machines, loaded from an https server on loopback that answers as the hub does, in its schemas."""
+"""Named corpora on other machines, loaded from an https server on loopback that answers as the hub does, in its
+schemas."""
 
 import hashlib
 import http.server

@@ -1,5 +1,5 @@
-"""python data.py: token files planned in advance, the same whatever the number of processes and interruptions, and training
-on them while they are being written."""
+"""python data.py: token files planned in advance, the same whatever the number of processes and interruptions, and
+training on them while they are being written."""
 
 import hashlib
 import json
@@ -22,6 +22,7 @@ import shards
 from conftest import ROOT, TINY, command
 from files import read_json, write_json
 from flags import UserError
+from run import read_metrics
 from sources import HELD_OUT, is_held_out
 
 PLAN = ["docs.jsonl", "--tokenizer=bytes", "--tokens=60000", "--shard-tokens=7000", "--cache-dir=cache"]
@@ -32,8 +33,8 @@ def docs(tmp_path):
     """docs.jsonl: 1,500 documents of 20 to 80 letters, about 75,000 tokens with their ends."""
     rng = random.Random(0)
     texts = ["".join(rng.choice("abcdefgh ") for _ in range(rng.randrange(20, 80))) + str(i) for i in range(1500)]
-    (tmp_path / "docs.jsonl").write_text("".join(json.dumps({"text": t, "id": f"d{i}"}) + "\n" for i, t in enumerate(texts)),
-                                         encoding="utf-8")
+    lines = [json.dumps({"text": text, "id": f"d{i}"}) + "\n" for i, text in enumerate(texts)]
+    (tmp_path / "docs.jsonl").write_text("".join(lines), encoding="utf-8")
     return tmp_path
 
 
@@ -150,7 +151,7 @@ def test_a_large_plan_holds_out_fewer_documents_and_no_other_ones(docs):
     tokenizer, source = data.get_tokenizer("bytes"), data.find_source(str(docs / "docs.jsonl"))
     manifest = shards.make_plan(source, tokenizer, 10_000_000_000, 100_000_000)
     sizes = {split: [s["tokens"] for s in entry["shards"]] for split, entry in manifest["splits"].items()}
-    assert sizes == {"train": [100_000_000] * 99 + [90_000_000], "val": [10_000_000]} and manifest["held_out"] == 0.01
+    assert sizes == {"train": [100_000_000] * 99 + [98_000_000], "val": [2_000_000]} and manifest["held_out"] == 0.01
     few = {i for i in range(5000) if is_held_out(str(i), 0.01)}
     assert 20 < len(few) < 90 and few <= {i for i in range(5000) if is_held_out(str(i), HELD_OUT)}
 
@@ -214,7 +215,7 @@ def test_positions_do_not_move_and_a_missing_file_is_waited_for(docs, capsys):
     for step, (x, y) in enumerate(wanted):
         assert (part.batch(1, step, range(8), 8, 50)[0] == x).all()
     assert (part.batch(1, 3, [5, 2], 8, 50)[1] == wanted[3][1][[5, 2]]).all()
-    with pytest.raises(UserError, match="train-0000[2-8].bin: has not come within --data-timeout=0.2 seconds; is `python data.py`"):
+    with pytest.raises(UserError, match="train-0000[2-8].bin: has not come within --data-timeout=0.2 seconds; is `pyth"):
         part.batch(1, 60, range(8), 8, 50)
     patient = data.prepare(source, "bytes", docs / "cache", timeout=30)
     timer = threading.Timer(0.5, finish, (folder, manifest))
@@ -254,9 +255,8 @@ def test_the_trainer_uses_planned_files_and_gives_up_with_a_line(docs):
     command("train_gpt.py", *flags, "--out=r", cwd=docs)
     unfinish(planned(docs), keep=1)
     command("train_gpt.py", *flags, "--out=early", cwd=docs)
-    names = ["r", "early"]
-    curves = [[json.loads(line)["loss"] for line in (docs / name / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
-              for name in names]
+    curves = [[line["loss"] for line in read_metrics(docs / name / "metrics.jsonl") if "loss" in line]
+              for name in ("r", "early")]
     assert curves[0] == curves[1] and not [path for path in (docs / "cache").iterdir() if "-shards-" not in path.name]
     done = command("train_gpt.py", *flags, "--out=late", "--steps=400", "--eval-every=400", "--save-every=50",
                    "--data-timeout=0.3", cwd=docs, check=False)
@@ -270,9 +270,10 @@ def test_fineweb_documents_train_and_are_evaluated_in_and_out_of_distribution(tm
     env = {"TIKTOKEN_CACHE_DIR": str(real / "tiktoken_cache")}
     source = real / "fineweb" / "fineweb_unique.jsonl.gz"
     command("data.py", source, "--tokens=8e4", "--shard-tokens=5e4", "--workers=1", cwd=tmp_path, **env)
-    (tmp_path / "wiki.txt").write_text((real / "wikitext2" / "test.txt").read_text(encoding="utf-8")[:9000], encoding="utf-8")
+    wiki = (real / "wikitext2" / "test.txt").read_text(encoding="utf-8")[:9000]
+    (tmp_path / "wiki.txt").write_text(wiki, encoding="utf-8")
     command("train_gpt.py", *TINY, f"--data={source}", "--tokenizer=gpt2", "--ood=wiki.txt", "--out=r", "--steps=2",
-                   cwd=tmp_path, **env)
+            cwd=tmp_path, **env)
     last = json.loads((tmp_path / "r" / "metrics.jsonl").read_text().splitlines()[-1])
     for split in ("val", "ood"):
         assert last[f"{split}_ppl"] == pytest.approx(np.exp(last[f"{split}_loss"])) and 2.5 < last[f"{split}_bpb"] < 5
