@@ -304,7 +304,7 @@ def finish(folder, flags, model, corpus, decisions, changes, seconds):
     run.plot_loss(folder, baseline=last["unigram_bpb"] * nats_per_bit_of_val)
     speeds = [line["tokens_per_s"] for line in lines if "tokens_per_s" in line]
     summary = dict(
-        scorer=flags.scorer, seed=flags.seed, path=decisions["path"], steps=flags.steps, val_loss=last["val_loss"],
+        preset=flags.preset, scorer=flags.scorer, seed=flags.seed, path=decisions["path"], steps=flags.steps, val_loss=last["val_loss"],
         val_bpb=last["val_bpb"], ood_bpb=last.get("ood_bpb"), unigram_bpb=last["unigram_bpb"], tokens_per_s=statistics.median(speeds),
         parameters=model.n_parameters(), seconds=round(seconds, 1), machine=run.machine(decisions["device"]),
         date=time.strftime("%Y-%m-%d"),
