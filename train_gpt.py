@@ -304,10 +304,10 @@ def finish(folder, flags, model, corpus, decisions, changes, seconds):
     run.plot_loss(folder, baseline=last["unigram_bpb"] * nats_per_bit_of_val)
     speeds = [line["tokens_per_s"] for line in lines if "tokens_per_s" in line]
     summary = dict(
-        preset=flags.preset, scorer=flags.scorer, seed=flags.seed, path=decisions["path"], steps=flags.steps, val_loss=last["val_loss"],
-        val_bpb=last["val_bpb"], ood_bpb=last.get("ood_bpb"), unigram_bpb=last["unigram_bpb"], tokens_per_s=statistics.median(speeds),
-        parameters=model.n_parameters(), seconds=round(seconds, 1), machine=run.machine(decisions["device"]),
-        date=time.strftime("%Y-%m-%d"),
+        preset=flags.preset, scorer=flags.scorer, seed=flags.seed, path=decisions["path"], steps=flags.steps,
+        val_loss=last["val_loss"], val_bpb=last["val_bpb"], ood_bpb=last.get("ood_bpb"),
+        unigram_bpb=last["unigram_bpb"], tokens_per_s=statistics.median(speeds), parameters=model.n_parameters(),
+        seconds=round(seconds, 1), machine=run.machine(decisions["device"]), date=time.strftime("%Y-%m-%d"),
         **{f"max_change_{name}": change for name, change in changes.items()})
     write_json(folder / "summary.json", summary)
     print(f"val {summary['val_bpb']:.3f} bits a byte, {summary['val_bpb'] / summary['unigram_bpb']:.0%} of the unigram "
