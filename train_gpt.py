@@ -285,8 +285,11 @@ def evaluate(model, corpus, split, flags, decisions, max_tokens, processes):
 
 def report(step, flags, result, unigram_bpb):
     """One line about an evaluation."""
-    parts = [f"{split} {result[f'{split}_loss']:.3f} nats a token, {result[f'{split}_bpb']:.3f} bits a byte"
-             for split in ("val", "ood") if f"{split}_loss" in result]
+    parts = []
+    for split in ("val", "ood"):
+        if f"{split}_loss" in result:
+            loss, ppl, bpb = (result[f"{split}_{key}"] for key in ("loss", "ppl", "bpb"))
+            parts.append(f"{split} {loss:.3f} nats a token (perplexity {ppl:,.1f}), {bpb:.3f} bits a byte")
     return f"step {step}/{flags.steps}: {'; '.join(parts)} (unigram {unigram_bpb:.3f})"
 
 
