@@ -30,6 +30,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
 
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces every start and stop
+
 import torch
 import torch.nn.functional as F
 

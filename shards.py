@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ class Flags:
     shard_tokens: float = 100e6
     """tokens in a file, two bytes each"""
     workers: int = 0
-    """processes that tokenise (0: one for each core)"""
+    """processes that tokenise (0: one for each core but one, which reads and writes)"""
     cache_dir: str = "data"
     """folder for downloads and tokens, as for the trainers"""
 
@@ -102,7 +103,14 @@ def start_worker(tokenizer_name: str):
     """Runs once in every worker; Ctrl-C is left to the parent."""
     global tokenizer
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=end_with_parent, daemon=True).start()
     tokenizer = get_tokenizer(tokenizer_name)
+
+
+def end_with_parent():
+    """A parent that is killed says no goodbye, and its workers would wait for text for ever."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def encode(texts: list[str]) -> list[np.ndarray]:
@@ -249,7 +257,7 @@ def prepare_shards(flags: Flags) -> Path:
     if source.one_text:
         raise UserError(f"{flags.corpus}: is a single text, which train_gpt.py --data={flags.corpus} prepares itself")
     tokenizer, tokens, shard_tokens = get_tokenizer(flags.tokenizer), int(flags.tokens), int(flags.shard_tokens)
-    workers, start = flags.workers or os.cpu_count() or 1, time.perf_counter()
+    workers, start = flags.workers or max(1, (os.cpu_count() or 1) - 1), time.perf_counter()
     folder = planned_folder(source, flags.tokenizer, flags.cache_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
