@@ -68,7 +68,7 @@ def get_tokenizer(name: str) -> Tokenizer:
         gpt2 = tiktoken.get_encoding(name)
     except ImportError:
         raise UserError("--tokenizer=gpt2: needs tiktoken; pip install tiktoken, or use --tokenizer=bytes") from None
-    except Exception as error:  # no network, a proxy, a damaged download: many kinds
+    except Exception as error:  # no network, a damaged download: many kinds
         raise UserError("--tokenizer=gpt2: its vocabulary is not in tiktoken's cache and cannot be fetched; set "
                         f"TIKTOKEN_CACHE_DIR or use --tokenizer=bytes ({one_line(error)})") from None
     # The whole text at once: since 0.13 tiktoken is linear even inside endless words (1 MB of one letter: 0.5 s).
