@@ -294,6 +294,10 @@ def main():
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.manual_seed(0)
+    try:
+        Path(config.out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--out={config.out}: cannot be written ({error.strerror}); choose another folder")
     rows, about = [], machine(config)
     print(f"{about['machine']}, {about['threads']} threads, PyTorch {about['torch']}")
     peaks = {dtype: matmul_peak(DTYPES[dtype], config.device, config.quick) for dtype in DTYPES}
@@ -313,11 +317,10 @@ def main():
     add_growth(rows)
     for row in rows:
         row |= about
+    path = Path(config.out) / f"bench-{config.device}.json"
     try:
-        Path(config.out).mkdir(parents=True, exist_ok=True)
-        path = Path(config.out) / f"bench-{config.device}.json"
         write_atomically(path, (json.dumps(rows, indent=1) + "\n").encode("utf-8"))
-    except (OSError, UserError) as error:
+    except UserError as error:
         fail(error)
     print(f"written: {path}")
 

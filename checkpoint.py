@@ -114,14 +114,18 @@ def save_checkpoint(folder, step, model, state):
 def load_checkpoint(folder):
     """(step, state, complaints) of the newest whole checkpoint; (0, None, complaints) where there is none yet.
 
-    complaints: a line for every newer checkpoint that is damaged. Raises UserError when all that there are are damaged.
+    complaints: a line for every newer checkpoint that is damaged. Raises UserError when all are damaged or gone.
     """
     complaints = []
     for path in sorted(Path(folder).glob("resume-*.pt"), reverse=True):
         checksum = _checksum_path(path)
         if not checksum.exists():
             continue  # the process died between the two files: the one before is the last that was promised
-        content = path.read_bytes()
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            complaints.append(f"{path}: cannot be read ({error.strerror})")
+            continue
         if checksum.read_bytes().split()[:1] != [sha256(content).encode("ascii")]:
             complaints.append(f"{path}: its checksum does not fit, so it is damaged")
             continue
@@ -130,6 +134,8 @@ def load_checkpoint(folder):
             return int(state["step"]), state, complaints
         except Exception as error:  # whatever a foreign file makes torch.load raise: it is refused, with its reason
             complaints.append(f"{path}: is not a checkpoint of this program ({type(error).__name__})")
+    if not complaints and (Path(folder) / "model.safetensors").exists():
+        complaints.append(f"{folder}: holds model.safetensors, so it had checkpoints, which are gone")
     if complaints:
         raise UserError("; ".join(complaints) + "; no whole checkpoint is left: start anew with --overwrite")
     return 0, None, complaints

@@ -103,8 +103,12 @@ class SharedFlags:
                     "eval_every": 1, "eval_tokens": 0}
         for name, least in at_least.items():
             require(self, name, getattr(self, name) >= least, f"must be at least {least}")
-        for name in ("lr", "clip", "tau", "ssa_b"):
+        for name, most in {"batch_size": 10**6, "threads": 1024, "steps": 10**12, "ssa_n": 1e6}.items():
+            require(self, name, getattr(self, name) <= most, f"must be at most {most:g}")
+        for name in ("lr", "clip"):
             require(self, name, 0 < getattr(self, name) < math.inf, "must be a number greater than 0")
+        for name in ("tau", "ssa_b"):
+            require(self, name, 1e-6 <= getattr(self, name) <= 1e6, "must be between 1e-6 and 1e6")
         for name in ("min_lr", "weight_decay"):
             require(self, name, 0 <= getattr(self, name) < math.inf, "must be a number, at least 0")
         require(self, "min_lr", self.min_lr <= self.lr, f"must be at most --lr={self.lr}")

@@ -9,18 +9,22 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
 
+import filelock
 import torch
 
+import ssa_cpu
 import ssa_flash
-from files import write_atomically, write_json
+from files import sha256, write_atomically, write_json
 from flags import UserError, flag
 
 # Dense bf16 (and TF32 as PyTorch uses it for float32: not set here, so float32 has no entry) matrix peaks in FLOP/s, from
@@ -92,7 +96,7 @@ def _pick_micro_batch(flags, model, device, processes):
         return flags.micro_batch, "--micro-batch"
     # About 16k tokens fill a GPU and 8k the caches and cores of a CPU; more only costs memory.
     most = max(1, (16384 if device == "cuda" else 8192) // model.context)
-    size = max(d for d in range(1, share + 1) if share % d == 0 and d <= most)
+    size = max(d for d in range(1, min(share, most) + 1) if share % d == 0)
     return size, f"{share // size} a step" if processes == 1 else f"{share // size} a step on each of {processes} processes"
 
 
@@ -104,17 +108,18 @@ def _pick_dtype(wanted, decisions, model):
     # On a CPU that has no bfloat16 units its products are slower by a hundred times: then few rows must do.
     rows = min(decisions["micro_batch"] * model.context, 4096 if decisions["device"] == "cuda" else 512)
 
-    def seconds(dtype):  # the feed-forward product of this model; the fastest of ten, since others may use this machine
-        a = torch.randn(rows, model.n_embd, device=decisions["device"], dtype=dtype)
-        b = torch.randn(model.n_embd, model.n_ff, device=decisions["device"], dtype=dtype)
-        times = []
-        for _ in range(10):
+    def operands(dtype):  # of the feed-forward product of this model
+        return (torch.randn(shape, device=decisions["device"], dtype=dtype)
+                for shape in ((rows, model.n_embd), (model.n_embd, model.n_ff)))
+
+    pairs = {dtype: tuple(operands(dtype)) for dtype in (torch.float32, torch.bfloat16)}
+    times = {dtype: [] for dtype in pairs}
+    for _ in range(20):  # in turn, and the fastest of each counts: whatever else the machine does falls on both
+        for dtype, (a, b) in pairs.items():
             start = time.perf_counter()
             (a @ b).sum().item()  # item() waits for a GPU
-            times.append(time.perf_counter() - start)
-        return min(times)
-
-    ratio = seconds(torch.float32) / seconds(torch.bfloat16)
+            times[dtype].append(time.perf_counter() - start)
+    ratio = min(times[torch.float32]) / min(times[torch.bfloat16])
     # Autocast pays for its casts, so bf16 must win clearly in the product alone to win in the model.
     return ("bfloat16" if ratio > 1.5 else "float32"), f"a bfloat16 product runs at {ratio:.2f} times the speed of float32"
 
@@ -143,8 +148,8 @@ def _pick_compile(flags, decisions):
         return "off", "not dependable on Metal"
     if decisions["path"] != "plain":
         return "off", "a fused path gains little from it on a CPU"
-    if not compiler:
-        return "off", "no C++ compiler found"
+    if ssa_cpu.why_not():  # it has tried to compile something
+        return "off", ssa_cpu.why_not()
     if flags.steps < 300:
         return "off", "too few steps to earn back the compilation"
     return "on", "fuses the passes of the plain path over the scores"
@@ -186,8 +191,10 @@ def peak_flops(decisions):
 # -------------------------------------------------------------------------------------------------------------- run folder
 
 def open_run(flags, saved):
-    """Make the run folder, or say why not: an existing run is kept unless --overwrite. Nothing is deleted but a run's files."""
+    """Make the run folder, or say why not: an existing run is kept unless --overwrite. Nothing is deleted but a run's files.
+    While this process lives no other one may train in it."""
     folder = Path(flags.out)
+    _lock(folder)
     if saved:
         for stale in folder.glob(".*.tmp"):  # what a kill left half written
             stale.unlink(missing_ok=True)
@@ -196,18 +203,33 @@ def open_run(flags, saved):
         if folder.exists() and not folder.is_dir():
             raise UserError(f"--out={flags.out}: is a file; name a folder")
         content = [p.name for p in folder.iterdir()] if folder.exists() else []
-        if "config.json" in content and not flags.overwrite:
+        ours = [name for name in content if name in RUN_FILES or re.fullmatch(r"resume-\d+\.pt(\.sha256)?", name)]
+        # Others write a config.json too; every run of ours begins with its metrics.
+        if content and "metrics.jsonl" not in ours:
+            raise UserError(f"--out={flags.out}: is not empty and not a run folder; choose another folder")
+        if content and not flags.overwrite:
             raise UserError(f"--out={flags.out}: holds a run already; continue it with --resume, replace it with --overwrite, "
                             "or choose another folder")
-        ours = [name for name in content if name in RUN_FILES or name.startswith("resume-")]
-        if len(ours) < len(content) and "config.json" not in content:
-            raise UserError(f"--out={flags.out}: is not empty and not a run folder; choose another folder")
         for name in ours:
             (folder / name).unlink()
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "metrics.jsonl").touch()
         return folder
     except OSError as error:
         raise UserError(f"--out={flags.out}: cannot be written ({error.strerror}); choose another folder") from None
+
+
+def _lock(folder):
+    name = f"ssa-run-{sha256(str(folder.resolve()).encode('utf-8'))[:16]}.lock"
+    lock = filelock.FileLock(Path(tempfile.gettempdir()) / name, timeout=0)
+    try:
+        lock.acquire()
+    except filelock.Timeout:
+        raise UserError(f"--out={folder}: another process is training in it; wait for it, or choose another folder") from None
+    _locks.append(lock)  # held until this process ends, however it ends
+
+
+_locks = []
 
 
 def write_config(folder, flags, model, decisions, **more):
@@ -240,15 +262,14 @@ def learning_rate(step, flags):
 # ---------------------------------------------------------------------------------------------------- the scorer in effect
 
 def require_scorer_in_effect(model):
-    """After the first backward pass: stop unless every trained scorer parameter has a gradient that is finite and not 0.
+    """After the first backward pass: stop unless every trained scorer parameter has a gradient that is not 0.
 
     A model that computes softmax under the name of SSA trains as well as any, and nobody notices; its b and n have no
     gradient. (The published code of the paper does just that on recent PyTorch.)
     """
     for layer, scorer in enumerate(model.scorers()):
         for name, parameter in scorer.named_parameters():
-            if parameter.requires_grad and (parameter.grad is None or not parameter.grad.isfinite().all()
-                                            or not parameter.grad.any()):
+            if parameter.requires_grad and (parameter.grad is None or not parameter.grad.any()):
                 gradient = None if parameter.grad is None else parameter.grad.tolist()
                 raise SystemExit(f"error: layer {layer}, {type(scorer).__name__}.{name}: its gradient is {gradient}, so the "
                                  "scorer is not in effect; this is a defect of the program, please report it")

@@ -58,7 +58,7 @@ class Flags:
     """folder for downloads and tokens, as for the trainers"""
 
     def check(self):
-        require(self, "tokens", 100 <= self.tokens < 1e15, "must be at least 100")
+        require(self, "tokens", 100 <= self.tokens < 1e15, "must be at least 100 and below 1e15")
         require(self, "shard_tokens", 10 <= self.shard_tokens <= 1e9, "must be between 10 and 1e9")
         require(self, "tokens", self.tokens / self.shard_tokens <= 50_000,
                 "makes more than 50,000 files; raise --shard-tokens")
@@ -274,7 +274,12 @@ def prepare_shards(flags: Flags) -> Path:
             before = finished_tokens(manifest)
             if not manifest["complete"]:
                 print(f"{source.name}: {tokens:,} tokens into {folder} with {workers} workers", flush=True)
-                fill(source, tokenizer, folder, manifest, workers)
+                try:
+                    fill(source, tokenizer, folder, manifest, workers)
+                except UserError:
+                    if not finished_tokens(manifest):  # a plan without a single file would only be waited for
+                        (folder / "manifest.json").unlink()
+                    raise
     except filelock.Timeout:
         raise UserError(f"{folder}: another process is filling it; wait for it or end it") from None
     except OSError as error:

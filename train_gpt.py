@@ -11,6 +11,7 @@ loss.png, sample.txt and summary.json. Ctrl-C saves and prints the command that 
 """
 
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -96,6 +97,7 @@ def default_preset(argv):
 
 
 if __name__ == "__main__":  # a wrong flag is answered here, before the seconds that importing torch takes
+    signal.signal(signal.SIGINT, lambda *_: fail("interrupted before training began; nothing was saved", code=130))
     default, why_default = default_preset(sys.argv[1:])
     flags, saved = parse(Flags, PRESETS, default_preset=default)
 
@@ -113,7 +115,7 @@ import run
 from checkpoint import load_checkpoint, load_tensors, load_weights, restore, save_checkpoint
 from data import bits_per_byte, prepare
 from distributed import Processes, end_after_loss, is_lost_connection
-from files import read_json, write_atomically, write_json
+from files import one_line, read_json, write_atomically, write_json
 from model import Transformer
 from tokens import VOCAB_SIZES
 
@@ -194,6 +196,8 @@ def main(flags, saved):
             part = part * micro_batch / len(my_rows)  # every row has as many targets: the mean of means is the mean
             part.backward()
             loss += part.detach()
+        if step == 0:
+            run.require_scorer_in_effect(model)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), flags.clip).item()
         # What the processes must agree on, in one exchange: the mean loss, and whether anyone was told to stop.
         loss, stop = processes.sum(float(loss) / processes.count, bool(interrupted))
@@ -201,8 +205,6 @@ def main(flags, saved):
             bar.close()
             fail(f"step {step + 1}: the loss is {loss}, the gradient's norm {grad_norm}; stopped, the last checkpoint is "
                  f"kept in {folder}; try a smaller --lr than {flags.lr}", code=1)
-        if step == 0:
-            run.require_scorer_in_effect(model)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step += 1
@@ -253,7 +255,11 @@ def padded(vocab_size):
 def make_model(flags, tokenizer, fresh):
     """The Transformer that the flags ask for: weights random by --seed, or (if fresh) those of --init-from."""
     torch.manual_seed(flags.seed)
-    model = Transformer(flags.model_config(padded(tokenizer.vocab_size)))
+    try:
+        model = Transformer(flags.model_config(padded(tokenizer.vocab_size)))
+    except RuntimeError as error:
+        raise UserError(f"--n-embd={flags.n_embd} --n-layer={flags.n_layer}: the model does not fit into memory "
+                        f"({one_line(error)}); make it smaller") from None
     if flags.init_from and fresh:
         path = Path(flags.init_from) / "model.safetensors"
         scorer = read_json(path.with_name("config.json"), "name a run folder of this program")["model"]["scorer"]
@@ -296,7 +302,10 @@ def report(step, flags, result, unigram_bpb):
 def finish(folder, flags, model, corpus, decisions, changes, seconds):
     """Sample, loss curve and summary of a run that has reached its last step."""
     lines = run.read_metrics(folder / "metrics.jsonl")
-    last = [line for line in lines if "val_loss" in line][-1]
+    last = next((line for line in reversed(lines) if "val_loss" in line), None)
+    if last is None:
+        raise UserError(f"{folder / 'metrics.jsonl'}: its evaluations are lost; the weights are whole, so evaluate them, or "
+                        "train anew with --overwrite")
     eot = torch.tensor([[corpus.tokenizer.eot]], device=decisions["device"])  # the sample begins as a document does
     tokens = model.generate(eot, flags.sample_tokens, temperature=0.8, top_k=50, n_tokens=corpus.tokenizer.vocab_size,
                             generator=torch.Generator(decisions["device"]).manual_seed(flags.seed))
@@ -322,8 +331,6 @@ if __name__ == "__main__":
         main(flags, saved)
     except UserError as error:
         fail(error)
-    except KeyboardInterrupt:
-        fail("interrupted before training began; nothing was saved", code=130)
     except RuntimeError as error:
         if not is_lost_connection(error):
             raise

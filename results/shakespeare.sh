@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Tiny Shakespeare, softmax and SSA, three seeds stated in advance: bash results/shakespeare.sh PATH/TO/input.txt
-# About a minute and a half a run on two CPU cores; interrupted, it goes on where it was. Summaries go to results/shakespeare/.
+# Some minutes a run (PYTHON=... names the interpreter); interrupted, it goes on where it was. Summaries: results/shakespeare/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 mkdir -p results/shakespeare

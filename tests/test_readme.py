@@ -24,7 +24,7 @@ def test_two_commands_and_the_second_runs_the_tests():
     section = README.split("## Two commands")[1].split("\n## ")[0]
     commands = re.findall(r"```\n(.*?)\n```", section, re.S)
     assert len(commands) == 2 and all("\n" not in c and "-c requirements.txt" in c for c in commands)
-    assert "train_gpt.py --scorer=ssa" in commands[0] and "-m pytest" in commands[1]
+    assert "train_gpt.py --preset=laptop --scorer=ssa" in commands[0] and "-m pytest" in commands[1]
 
 
 def test_the_file_table_names_every_file():

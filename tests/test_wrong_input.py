@@ -5,10 +5,11 @@ A newcomer adds a row to WRONG.
 
 import os
 import shutil
+import time
 
 import pytest
 
-from conftest import TINY, command, refused, snapshot
+from conftest import TINY, command, refused, snapshot, start
 from run import read_metrics
 
 SCRIPT = "train_gpt.py"
@@ -40,6 +41,10 @@ WRONG = [
     ("--n-layer=0", "--n-layer=0"),
     ("--context=1", "--context=1: must be at least 2"),
     ("--ssa-b=0", "--ssa-b=0.0"),
+    ("--ssa-b=1e39", "--ssa-b=1e+39: must be between"),
+    ("--batch-size=1000000000000", "must be at most 1e+06"),
+    ("--threads=1000000000", "must be at most 1024"),
+    ("--n-embd=1000000000", "does not fit into memory"),
     ("--ssa-n=1", "--ssa-n=1.0: must be greater than 1"),
     ("--scorer=softmax --ssa-b=2", "only --scorer=ssa has it"),
     ("--tau=2", "only --scorer=temperature has it"),
@@ -117,6 +122,33 @@ def test_an_existing_run_is_kept_unless_told_otherwise(folder):
     refused(train(folder, "--init-from=r", "--n-embd=32", check=False), "model.safetensors")
     (folder / "text.txt").write_text("other words " * 500, encoding="utf-8")
     refused(command(SCRIPT, "--out=r", "--resume", cwd=folder, check=False), "have changed since this run began")
+
+
+def test_folders_of_others_are_not_overwritten(folder):
+    (folder / "hf").mkdir()
+    (folder / "hf" / "config.json").write_text("{}", encoding="utf-8")
+    (folder / "hf" / "model.safetensors").write_bytes(b"precious")
+    refused(train(folder, "--out=hf", "--overwrite", check=False), "--out=hf: is not empty and not a run folder")
+    assert (folder / "hf" / "model.safetensors").read_bytes() == b"precious"
+
+
+def test_lost_checkpoints_are_named_and_not_trained_over(folder):
+    train(folder, "--out=r")
+    for path in (folder / "r").glob("resume-*"):
+        path.unlink()
+    before = snapshot(folder / "r")
+    refused(command(SCRIPT, "--out=r", "--resume", cwd=folder, check=False), "no whole checkpoint is left")
+    assert snapshot(folder / "r") == before
+
+
+def test_two_processes_do_not_train_in_one_folder(folder):
+    first = start(SCRIPT, *TINY, "--steps=100000", "--save-every=100000", "--eval-every=100000", "--out=r", cwd=folder)
+    while not (folder / "r" / "config.json").exists():
+        assert first.poll() is None, first.stderr.read()
+        time.sleep(0.05)
+    refused(command(SCRIPT, "--out=r", "--resume", cwd=folder, check=False), "another process is training in it")
+    first.kill()
+    first.communicate()
 
 
 def test_weights_with_another_vocabulary_are_refused(folder):
