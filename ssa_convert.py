@@ -38,8 +38,8 @@ def ssa_convert(model: nn.Module, n: float = 1024.0, b: float | None = None, fre
     options = {"b": 1 / n if b is None else b, "n": n, "freeze": freeze}
     modules = attention_modules(model)
     if not modules:
-        raise ValueError(f"{type(model).__name__} does not take its attention from transformers' AttentionInterface, so it cannot "
-                         "be converted")
+        raise ValueError(f"{type(model).__name__} does not take its attention from transformers' AttentionInterface, so it "
+                         "cannot be converted")
     for module in modules.values():
         setattr(module.config, NAME, options)
         if hasattr(module, SCORER):

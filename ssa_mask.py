@@ -63,4 +63,5 @@ def ssa_attend(q: Tensor, k: Tensor, v: Tensor, scorer: Scorer, *, mask: Tensor 
         return attend(q, k, v, scorer, causal=causal, mask=mask, scale=scale, dropout_p=dropout_p), None
     if bias is not None:
         scorer = _Biased(scorer, bias)
-    return attention(q, k, v, scorer, causal=causal, mask=mask, scale=scale, dropout_p=dropout_p, return_weights=True)
+    out, weights = attention(q, k, v, scorer, causal=causal, mask=mask, scale=scale, dropout_p=dropout_p, return_weights=True)
+    return out, weights if need_weights else None

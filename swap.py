@@ -15,14 +15,17 @@ import copy
 import struct
 import sys
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from pathlib import Path
+
+import tyro
 
 from flags import UserError, fail, require, tyro_cli
 
 
 @dataclass
 class SwapFlags:
-    folder: str = ""
+    folder: tyro.conf.Positional[str] = ""
     """where stories260K.bin and tok512.bin are"""
     texts: int = 64
     """texts that the model writes for fitting and training; half as many to judge by"""
@@ -48,14 +51,13 @@ class SwapFlags:
             require(self, name, least <= getattr(self, name) <= most, f"must be between {least} and {most}")
         require(self, "lr", 0 < self.lr < 1, "must be between 0 and 1")
         require(self, "n_max", 1 < self.n_max <= 1e6, "must be greater than 1, and at most 1e6")
-        require(self, "folder", Path(self.folder, "stories260K.bin").is_file(), "has no stories260K.bin; name the folder that does")
+        if not Path(self.folder, "stories260K.bin").is_file():
+            raise UserError(f"{self.folder or 'no folder'}: no stories260K.bin there; name the folder that has it and tok512.bin")
 
 
 if __name__ == "__main__":  # a wrong flag is answered before torch is imported, which takes seconds
     try:
-        # A single path may come without its flag: it is what this command is about.
-        argv = [f"--folder={x}" if not x.startswith("-") and i == 0 else x for i, x in enumerate(sys.argv[1:])]
-        FLAGS = tyro_cli(SwapFlags, argv, SwapFlags())
+        FLAGS = tyro_cli(SwapFlags, sys.argv[1:], SwapFlags())
         FLAGS.check()
     except UserError as error:
         fail(error)
@@ -63,6 +65,7 @@ if __name__ == "__main__":  # a wrong flag is answered before torch is imported,
 import torch  # noqa: E402
 
 import ssa_dropin  # noqa: E402
+from files import write_json  # noqa: E402
 
 EPS, THETA = 1e-5, 10000.0  # llama2.c fixes both in its source
 
@@ -84,8 +87,9 @@ def load_stories(folder):
               "down_proj": (layers, dim, hidden), "up_proj": (layers, hidden, dim), "norm": (dim,),
               "cos": (context, head // 2), "sin": (context, head // 2)}
     sizes = [torch.Size(shape).numel() for shape in shapes.values()]
-    if len(content) != 28 + 4 * sum(sizes):
-        raise UserError(f"{folder}/stories260K.bin: {len(content)} bytes, but its header wants {28 + 4 * sum(sizes)}; fetch it anew")
+    wanted = 28 + 4 * sum(sizes)
+    if len(content) != wanted:
+        raise UserError(f"{folder}/stories260K.bin: {len(content)} bytes, but its header wants {wanted}; fetch it anew")
     numbers = torch.frombuffer(bytearray(content[28:]), dtype=torch.float32).split(sizes)
     parts = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), numbers)}
     for name, n in (("q_proj", heads), ("k_proj", kv_heads)):
@@ -156,7 +160,7 @@ class StoriesTokenizer:
 # ------------------------------------------------------------------------------------------------------------ the test
 
 def write_texts(model, count, length, seed):
-    """`count` texts that the model draws from itself at temperature 1: ids (count, length); a text that ends is followed by 2s."""
+    """What the model draws from itself at temperature 1: ids (count, length). None ends early; 1 begins another story within."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         start = torch.full((count, 1), StoriesTokenizer.bos)
@@ -198,33 +202,67 @@ def unigram_loss(train, test):
     return -(counts / counts.sum()).log()[test[:, 1:]].mean().item()
 
 
+def ways_in(n_max, calibration, seed):
+    """name -> function that puts SSA into a softmax model, in place."""
+    def fitted(model):
+        ssa_dropin.ssa_fit(ssa_dropin.ssa_convert(model), calibration, n_max, seed=seed)
+
+    return {"softmax, for comparison": lambda model: None,
+            "SSA near softmax (n = 1024, b = 1/1024)": ssa_dropin.ssa_convert,
+            "SSA unfitted (n = 1.5, b = 0.8)": lambda model: ssa_dropin.ssa_convert(model, n=1.5, b=0.8),
+            f"SSA fitted (n below {n_max:g})": fitted}
+
+
 def swap_test(folder, texts=64, length=256, steps=200, lr=1e-3, n_max=8.0, seed=0, progress=print):
     """Put SSA into stories260K in three ways and fine-tune each; -> dict of losses (nats a token), distances, b and n.
 
-    "rows": name of the way -> {"loss", "loss_tuned", "total_variation"}, where softmax's distance is 0. Arguments as the flags
-    of the same names; progress: called with a line on each way.
+    "unigram": the baseline's loss; "ways": name -> "loss", "total_variation" (mean over heads; of softmax from itself 0), the
+    same two after fine-tuning, "loss_tuned" and "total_variation_tuned", and then b and n, (layers, heads). Arguments as the
+    flags of the same names; progress: called with a line on each way.
     """
-    softmax, tokenizer = load_stories(folder)
-    train, test = write_texts(softmax, texts, length, seed), as_batches(write_texts(softmax, texts // 2, length, seed + 1))
-    calibration = as_batches(train)
-    ways = {"softmax": lambda model: None,
-            "SSA near softmax (n = 1024, b = 1/1024)": ssa_dropin.ssa_convert,
-            "SSA unfitted (n = 1.5, b = 0.8)": lambda model: ssa_dropin.ssa_convert(model, n=1.5, b=0.8),
-            f"SSA fitted (n < {n_max:g})": lambda model: ssa_dropin.ssa_fit(ssa_dropin.ssa_convert(model), calibration, n_max, seed=seed)}
-    result = {"rows": {}, "unigram": unigram_loss(train, torch.cat([batch["input_ids"] for batch in test])),
-              "greedy": {}, "b": {}, "n": {}}
-    for name, put_in in ways.items():
+    softmax, _ = load_stories(folder)
+    train, test = write_texts(softmax, texts, length, seed), write_texts(softmax, texts // 2, length, seed + 1)
+    result = {"unigram": unigram_loss(train, test), "ways": {}}
+    progress(f"{'unigram baseline':40} loss {result['unigram']:.4f}")
+    for name, put_in in ways_in(n_max, as_batches(train[:32]), seed).items():
         model = copy.deepcopy(softmax)
         put_in(model)
-        distance = 0.0 if name == "softmax" else ssa_dropin.ssa_distance(model, test, seed=seed)["mean_total_variation"]
-        row = {"loss": loss_on(model, test), "total_variation": distance}
+        before = measure(model, as_batches(test), seed)
         fine_tune(model, train, steps, lr, seed)
-        row["loss_tuned"] = loss_on(model, test)
-        if name != "softmax":
-            row["total_variation_tuned"] = ssa_dropin.ssa_distance(model, test, seed=seed)["mean_total_variation"]
-            for letter in "bn":
-                scorers = ssa_dropin.ssa_scorers(model).values()
-                result[letter][name] = [getattr(scorer, letter).tolist() for scorer in scorers]
-        result["rows"][name] = row
-        progress(f"{name:42} loss {row['loss']:.4f}  tuned {row['loss_tuned']:.4f}  total variation {distance:.3f}")
+        after = measure(model, as_batches(test), seed)
+        result["ways"][name] = before | {f"{key}_tuned": value for key, value in after.items()}
+        progress(f"{name:40} loss {before['loss']:.4f}, tuned {after['loss']:.4f}; total variation "
+                 f"{before['total_variation']:.4f}, tuned {after['total_variation']:.4f}")
     return result
+
+
+def measure(model, batches, seed):
+    """The loss, how far the weights are from softmax's of the same scores, and b and n where there are some."""
+    if model.config._attn_implementation != "ssa":
+        return {"loss": loss_on(model, batches), "total_variation": 0.0}
+    distance = ssa_dropin.ssa_distance(model, batches, seed=seed)
+    scorers = ssa_dropin.ssa_scorers(model).values()
+    return {"loss": distance["loss_ssa"], "total_variation": distance["mean_total_variation"],
+            "b": [scorer.b.tolist() for scorer in scorers], "n": [scorer.n.tolist() for scorer in scorers]}
+
+
+def main():
+    from run import machine
+    if FLAGS.threads:
+        torch.set_num_threads(FLAGS.threads)
+    settings = {name: value for name, value in asdict(FLAGS).items() if name not in ("folder", "threads", "out")}
+    result = swap_test(FLAGS.folder, **settings)
+    if FLAGS.out:
+        Path(FLAGS.out).mkdir(parents=True, exist_ok=True)
+        about = {"flags": settings, "threads": torch.get_num_threads(), "machine": machine("cpu"),
+                 "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+        write_json(Path(FLAGS.out) / "swap.json", about | result)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        fail(error)
+    except ImportError as error:
+        fail(f"{error}; install the extra that has it: pip install -e '.[hf]'")
