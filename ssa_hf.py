@@ -163,6 +163,7 @@ def _initialise_scorer(scorer, config):
     for name, parameter in scorer.named_parameters():
         if not getattr(parameter, "_is_hf_initialized", False):
             parameter.copy_(getattr(start, name))
+        parameter.requires_grad_(getattr(start, name).requires_grad)  # which loading forgets
     scorer._is_hf_initialized = True
 
 
