@@ -142,9 +142,9 @@ def test_the_fit_finds_the_best_b_and_n():
 
     best = divergence()
     fitted = scorer.raw_b.data.clone(), scorer.raw_n.data.clone()
-    for db, dn in itertools.product((-0.1, 0.0, 0.1), (-0.3, 0.0)):
+    for db, dn in itertools.product((-0.1, 0.0, 0.1), (-0.3, 0.0, 0.3)):
         scorer.raw_b.data, scorer.raw_n.data = fitted[0] + db, fitted[1] + dn
-        assert (divergence() >= best - 1e-5).all()
+        assert ((divergence() >= best - 1e-5) | (scorer.n > 3.0)).all()
 
 
 def test_wrong_conversions_are_refused():
