@@ -207,5 +207,6 @@ def bounded_scores_disperse():
     bound = largest_weight_bound(K, d)
     return [tends("Long contexts", bound, K, sp.oo, 0),
             equal("Bound at K = 1 + e^d, softmax", bound.subs(K, 1 + sp.exp(d)), sp.Rational(1, 2)),
-            equal("and at K = 1 + (1 + b s)^(2n), SSA", largest_weight_bound(1 + (1 + b * x) ** (2 * n), spread_of_t(x, b, n)), sp.Rational(1, 2)),
+            equal("and at K = 1 + (1 + b s)^(2n), SSA",
+                  largest_weight_bound(1 + (1 + b * x) ** (2 * n), spread_of_t(x, b, n)), sp.Rational(1, 2)),
             rises_to("The bound grows with the range, to 1", bound.subs(K, 2 + u).subs(d, x), x, 1)]
