@@ -25,7 +25,7 @@ import numpy as np
 TASKS = ("every", "some", "linear", "mixed")
 LAWS = ("balanced", "iid")
 LABELS = ("running", "final")
-TRAIN, VAL, TEST = 0, 1, 2  # streams of random numbers that never meet, whatever the seeds and steps
+TRAIN, VAL, TEST, OFFSET = range(4)  # streams of random numbers that never meet, whatever the seeds and steps
 
 
 def generator(seed, stream, number=0):
