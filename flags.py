@@ -16,6 +16,10 @@ from typing import Literal
 import tyro
 
 
+# Flags that may differ when a run is resumed, since they do not change what is trained.
+NOT_TRAINING = ("out", "resume", "overwrite", "data_timeout", "dry_run", "test_sequences", "jobs", "results")
+
+
 class UserError(Exception):
     """What a user did that cannot work: one line naming the thing, its value and the remedy. Scripts exit with code 2."""
 
@@ -207,7 +211,7 @@ def _resumed(Config, out, argv):
     config.out = out
     for f in fields(Config):
         then, now = getattr(before, f.name), getattr(config, f.name)
-        if f.name not in ("out", "resume", "overwrite", "data_timeout", "dry_run") and then != now:
+        if f.name not in NOT_TRAINING and then != now:
             raise UserError(f"{flag(f.name)}={now}: the run in {out} was started with {flag(f.name)}={then}; leave the flag "
                             "out to continue it, or choose another --out")
     return config, saved

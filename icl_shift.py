@@ -33,7 +33,7 @@ def test(model, flags):
     model.eval()
     task, labels = flags.task, flags.asked
     result = dict(task=task, labels=labels, sequences=flags.test_sequences, points=flags.points,
-                  positions_reached=flags.reached(), context=flags.context)
+                  positions_reached=flags.reached(), context=flags.context, in_distribution=in_distribution(model, flags))
     if task == "linear":
         result["functions"] = functions(model, flags)
     else:
@@ -67,6 +67,28 @@ def errors(task, outputs, y):
 def trained(flags, points):
     reached = flags.reached()
     return reached is None or n_tokens(points, flags.asked) <= reached
+
+
+def in_distribution(model, flags):
+    """The error on the held-out set from the training law, and those of answers that take no thought."""
+    x, y = validation_set(flags)
+    scored = scored_points(flags)
+    if flags.task == "linear":
+        found = {name: errors("linear", predict(x, y), y)[:, scored].mean().item()
+                 for name, predict in icl_tasks.LINEAR_BASELINES.items()}
+    else:
+        found = baselines(y, scored, flags.asked)
+    return dict(error=errors(flags.task, answer(model, x, y, flags.asked), y)[:, scored].mean().item(), baselines=found)
+
+
+def validation_set(flags):
+    """x, y (2000, T), from the training law: the same for all runs of a task."""
+    return icl_tasks.draw(flags.task, flags.law, 2000, flags.points, generator(0, icl_tasks.VAL))
+
+
+def scored_points(flags):
+    """The points that count: for `linear` from the fourth on, when two examples fix the line and a third confirms it."""
+    return slice(min(3, flags.points - 1) if flags.task == "linear" else 0, None)
 
 
 # ------------------------------------------------------------------------------------------------------------ quantifiers
@@ -135,7 +157,8 @@ def outlier_sets(flags, count):
     decides          the outlier is the only decider: false from there on
     harmless         nothing decides: true everywhere
     decided before   the outlier does not decide, but one ordinary element before it did: false
-    decided after    one ordinary element behind the outlier decides
+    decided after    one ordinary element behind the outlier decides: scored from there on (running labels: there alone, since
+                     behind it the answer can be copied)
     """
     T = flags.points
     rng, place, row = generator(0, TEST, 1), T // 2, np.arange(count)
@@ -147,28 +170,34 @@ def outlier_sets(flags, count):
 
 
 def outlier(model, flags):
-    """Errors around an outlier, by case and magnitude; and the `summary` in which no constant answer beats 50 %:
+    """Errors around an outlier, by case and magnitude, and a `summary`:
 
-    own      at the outlier's place, deciding or harmless     before   the same sets, at the places before it
-    after    behind a harmless outlier, decided before it or never     missed   behind a deciding one (constant false: 0)
+    own      at the outlier's place, deciding or harmless: no constant answer beats 50 %
+    before   at the places before it
+    after    behind a harmless one, where the answer is true in one half of the sequences and in the other false by an ordinary
+             decider before it (running labels: behind it): no constant answer beats 50 %
+    missed   behind a deciding one: the answer is false
     """
     cases, magnitude, place = outlier_sets(flags, flags.test_sequences)
+    running, behind = flags.asked == "running", slice(place + 1, None)
+    scored = {name: np.ones_like(decides[:, behind]) for name, decides in cases.items()}
+    scored["decided after"] = (cases["decided after"] if running else cases["decided after"].cumsum(1) > 0)[:, behind]
     result = {name: dict(before=[], own=[], after=[]) for name in cases}
     for size in OUTLIERS:
         magnitude[:, place] = size
         for name, decides in cases.items():
             x, y = quantifier(decides, magnitude, flags.task == "every")
             wrong = errors(flags.task, answer(model, x, y, flags.asked), y)
-            scored = decides.cumsum(1)[:, place + 1:] > 0 if name == "decided after" else np.ones_like(wrong[:, place + 1:])
-            behind = (wrong[:, place + 1:] * scored).sum() / scored.sum()
-            for part, value in (("before", wrong[:, :place].mean()), ("own", wrong[:, place].mean()), ("after", behind)):
-                result[name][part].append(float(value))
+            for part, value in (("before", wrong[:, :place]), ("own", wrong[:, place]),
+                                ("after", wrong[:, behind][scored[name]])):
+                result[name][part].append(value.mean().item())
 
     def half_and_half(part, one, other):
         return [(a + b) / 2 for a, b in zip(result[one][part], result[other][part])]
 
     summary = dict(before=half_and_half("before", "decides", "harmless"), own=half_and_half("own", "decides", "harmless"),
-                   after=half_and_half("after", "harmless", "decided before"), missed=result["decides"]["after"])
+                   after=half_and_half("after", "harmless", "decided after" if running else "decided before"),
+                   missed=result["decides"]["after"])
     return dict(magnitudes=OUTLIERS, place=place + 1, cases=result, summary=summary)
 
 
