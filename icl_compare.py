@@ -25,7 +25,8 @@ def main(flags):
     code = train_all(runs, flags)
     if code:
         return code
-    folder = Path(flags.results) / flags.name
+    scorers = len({run.scorer for run in runs})
+    folder = Path(flags.results) / (flags.name if scorers <= 2 else f"{flags.name}-{scorers}-scorers")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
