@@ -151,7 +151,7 @@ COMMON = dict(dtype="float32", compile="off", weight_decay=0.0)
 PRESETS = {
     # Ours, both, found by trying: one minute a run and about ten on one core.
     "laptop": dict(n_layer=3, n_head=4, n_embd=64, points=21, points_every=100, batch_size=32, steps=1500, lr=1e-3,
-                   min_lr=5e-5, warmup=200, save_every=500, eval_every=500, **COMMON),
+                   min_lr=5e-5, warmup=200, save_every=500, eval_every=500, test_sequences=200, **COMMON),
     "small": dict(n_layer=4, n_head=4, n_embd=64, points=41, points_every=50, batch_size=32, steps=3000, lr=1e-3,
                   min_lr=5e-5, warmup=200, save_every=250, eval_every=500, **COMMON),
     # As published (Garg et al. 2022 for the parts that the paper takes over): Adam at a constant 1e-4, no clipping.
