@@ -101,11 +101,18 @@ def measures(result):
             constants = {k: cell[k] for k in ("constant_true", "constant_false", "copy_last")}
             yield f"length {cell['length']}, sigma {cell['sigma']}", cell["error"], best(constants), cell["trained"]
     if "outlier" in result:
-        for part, words in (("before", "before it"), ("own", "itself"), ("after", "behind a harmless one"),
-                            ("missed", "behind a deciding one")):
+        for part, words in (("before", "before it"), ("own", "itself, harmless"), ("sign", "itself, deciding or not"),
+                            ("after", "behind a harmless one"), ("missed", "behind a deciding one")):
             for size in (1e2, 1e6):
                 value = result["outlier"]["summary"][part][result["outlier"]["magnitudes"].index(size)]
                 yield f"outlier {size:.0e}: {words}", value, None if part == "missed" else 0.5, True
+        for name, found in result["interventions"].items():
+            if "swapped" not in name:  # into what differs between scorers
+                own = found["outlier"]["own"][result["outlier"]["magnitudes"].index(1e6)]
+                yield f"outlier 1e+06: itself, {name}", own, 0.5, True
+                for cell in found["wide"]:
+                    if cell["error"] is not None:
+                        yield f"length {cell['length']}, sigma {cell['sigma']}, {name}", cell["error"], 0.5, cell["trained"]
 
 
 def best(baselines):

@@ -110,12 +110,13 @@ def deciders(results):
     return figure
 
 
-PARTS = {"before": ("before the outlier", 50), "own": ("at the outlier", 50), "after": ("behind a harmless outlier", 50),
-         "missed": ("behind a deciding outlier", None)}
+# What outlier() in icl_shift.py tells apart, and how often a constant answer is wrong there.
+PARTS = {"before": ("before the outlier", 50), "own": ("at a harmless outlier", 50), "sign": ("deciding or not", 50),
+         "after": ("behind a harmless outlier", 50), "missed": ("behind a deciding outlier", None)}
 
 
 def outlier(results):
-    figure, axes = panels(1, len(PARTS), sharey=True)
+    figure, axes = panels(1, len(PARTS), width=2.7, sharey=True)
     for ax, (part, (title, constant)) in zip(axes[0], PARTS.items()):
         for scorer, color in colors(results).items():
             runs = [[100 * e for e in run["outlier"]["summary"][part]] for run in results[scorer]]
@@ -129,16 +130,18 @@ def outlier(results):
 
 
 def interventions(results):
-    figure, axes = panels(len(results), 3, height=2.3, sharex=True, sharey=True)
+    shown = ("own", "sign", "after", "missed")
+    figure, axes = panels(len(results), len(shown), width=2.7, height=2.3, sharex=True, sharey=True)
     for row, (scorer, runs) in zip(axes, results.items()):
-        for ax, part in zip(row, ("own", "after", "missed")):
+        for ax, part in zip(row, shown):
             tests = {"unchanged": [run["outlier"]["summary"] for run in runs]}
-            tests |= {name: [run["interventions"][name] for run in runs] for name in runs[0]["interventions"]}
+            tests |= {name: [run["interventions"][name]["outlier"] for run in runs] for name in runs[0]["interventions"]}
             for i, (name, found) in enumerate(tests.items()):
                 band(ax, runs[0]["outlier"]["magnitudes"], [[100 * e for e in one[part]] for one in found], name, f"C{i}")
             if part != "missed":
                 ax.axhline(50, color="grey", ls="--", lw=1)
-            ax.set(title=f"{scorer}: {PARTS[part][0]}", xscale="log", ylim=(-3, 103))
+            ax.set_title(f"{scorer}: {PARTS[part][0]}", fontsize=9)
+            ax.set(xscale="log", ylim=(-3, 103))
         row[0].set_ylabel("wrong, %")
     axes[0, 0].legend(fontsize=6)
     return figure

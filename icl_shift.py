@@ -41,7 +41,9 @@ def test(model, flags):
     if task in ("every", "some"):
         result["deciders"] = deciders(model, flags)
         result["outlier"] = outlier(model, flags)
-        result["interventions"] = {name: outlier(changed, flags)["summary"] for name, changed in interventions(model)}
+        result["interventions"] = {
+            name: dict(outlier=outlier(changed, flags)["summary"], wide=lengths(changed, flags, (40,), SIGMAS[-1:]))
+            for name, changed in interventions(model)}
     result["collapse"] = collapse(model, flags)
     return result
 
@@ -93,14 +95,14 @@ def scored_points(flags):
 
 # ------------------------------------------------------------------------------------------------------------ quantifiers
 
-def lengths(model, flags):
+def lengths(model, flags, over_lengths=LENGTHS, over_sigmas=SIGMAS):
     """Error at the last point of balanced sets: a list of cells. For `mixed`: at all points of the training law."""
     cells = []
-    for i, length in enumerate(LENGTHS):
-        for j, sigma in enumerate(SIGMAS):
+    for length in over_lengths:
+        for sigma in over_sigmas:
             cell = dict(length=length, sigma=sigma, error=None, trained=trained(flags, length))
             if n_tokens(length, flags.asked) <= flags.context:
-                rng = generator(0, TEST, 1000 + 100 * i + j)
+                rng = generator(0, TEST, 10_000 + 100 * length + sigma)
                 if flags.task == "mixed":
                     x, y = icl_tasks.draw("mixed", "balanced", flags.test_sequences, length, rng, sigma_x=sigma)
                     scored = slice(None)
@@ -170,13 +172,13 @@ def outlier_sets(flags, count):
 
 
 def outlier(model, flags):
-    """Errors around an outlier, by case and magnitude, and a `summary`:
+    """Errors around an outlier, by case and magnitude, and a `summary`. Except in `missed` half of the answers are true:
 
-    own      at the outlier's place, deciding or harmless: no constant answer beats 50 %
-    before   at the places before it
-    after    behind a harmless one, where the answer is true in one half of the sequences and in the other false by an ordinary
-             decider before it (running labels: behind it): no constant answer beats 50 %
-    missed   behind a deciding one: the answer is false
+    before   places before the outlier
+    own      at a harmless outlier, with an ordinary decider before it in half of the sequences
+    sign     at an outlier that decides in half of the sequences and before which nothing did
+    after    behind a harmless outlier, with an ordinary decider before it (running labels: behind it) in half of the sequences
+    missed   behind a deciding outlier: the answer is false
     """
     cases, magnitude, place = outlier_sets(flags, flags.test_sequences)
     running, behind = flags.asked == "running", slice(place + 1, None)
@@ -195,7 +197,8 @@ def outlier(model, flags):
     def half_and_half(part, one, other):
         return [(a + b) / 2 for a, b in zip(result[one][part], result[other][part])]
 
-    summary = dict(before=half_and_half("before", "decides", "harmless"), own=half_and_half("own", "decides", "harmless"),
+    summary = dict(before=half_and_half("before", "harmless", "decided before"),
+                   own=half_and_half("own", "harmless", "decided before"), sign=half_and_half("own", "harmless", "decides"),
                    after=half_and_half("after", "harmless", "decided after" if running else "decided before"),
                    missed=result["decides"]["after"])
     return dict(magnitudes=OUTLIERS, place=place + 1, cases=result, summary=summary)

@@ -124,13 +124,13 @@ class Oracle(torch.nn.Module):
 
 
 @pytest.mark.parametrize("labels", icl_tasks.LABELS)
-@pytest.mark.parametrize("fault, expected", [("none", (0, 0, 0)), ("own", (0.5, 0, 0)), ("after", (0, 0.5, 0)),
-                                             ("missed", (0.5, 0, 1))])
+@pytest.mark.parametrize("fault, expected", [("none", (0, 0, 0, 0)), ("own", (0.5, 0.5, 0, 0)), ("after", (0, 0, 0.5, 0)),
+                                             ("missed", (0, 0.5, 0, 1))])
 def test_the_outlier_test_tells_where_a_model_fails(labels, fault, expected):
     flags = SimpleNamespace(task="every", asked=labels, points=9, test_sequences=40)
     found = icl_shift.outlier(Oracle(fault, labels), flags)
     assert found["magnitudes"][2:] == (1e2, 1e3, 1e4, 1e5, 1e6) and found["place"] == 5
-    for part, value in zip(("own", "after", "missed"), expected):
+    for part, value in zip(("own", "sign", "after", "missed"), expected):
         assert found["summary"][part][2:] == [value] * 5 and found["summary"][part][0] == 0
     assert not any(found["summary"]["before"])
 
