@@ -12,7 +12,7 @@ class ModelConfig:
     n_head: int  # query heads, H
     n_kv_head: int  # key/value heads, Hkv: each serves n_head / n_kv_head query heads
     n_embd: int  # width of the residual stream, C
-    n_ff: int  # width of the feed-forward layer
+    n_ff: int  # width of the feed-forward layer; 0: none, attention alone
     context: int  # the most tokens the model sees at once
     vocab_size: int = 0  # rows of the embedding; 0 with continuous inputs
     n_in: int = 0  # width of continuous inputs (B, T, n_in); 0: tokens
@@ -23,7 +23,7 @@ class ModelConfig:
     positions: str = "rotary"  # rotary | learned | none
     rotary_fraction: float = 0.5  # the part of each head's dimensions that rotates
     activation: str = "relu2"  # relu2 (squared ReLU) | gelu
-    norm: str = "pre"  # pre | post: where LayerNorm stands
+    norm: str = "pre"  # pre | post | none: where LayerNorm stands
     norm_offset: bool = True  # LayerNorm multiplies by 1 + w, w starting from 0, instead of by w
     norm_eps: float = 1e-5
     bias: bool = False  # in linear layers and LayerNorm
@@ -31,8 +31,9 @@ class ModelConfig:
     path: str = "auto"  # which attention implementation: see ssa_flash.py
 
     def __post_init__(self):
-        for name in ("n_layer", "n_head", "n_kv_head", "n_embd", "n_ff", "context"):
+        for name in ("n_layer", "n_head", "n_kv_head", "n_embd", "context"):
             self._require(getattr(self, name) >= 1, name, "must be at least 1")
+        self._require(self.n_ff >= 0, "n_ff", "must be at least 0")
         self._require(self.n_embd % self.n_head == 0, "n_head", f"does not divide n_embd={self.n_embd}; choose a divisor")
         self._require(self.n_head % self.n_kv_head == 0, "n_kv_head",
                       f"does not divide n_head={self.n_head}; choose a divisor")
@@ -40,7 +41,7 @@ class ModelConfig:
         self._require(self.n_out > 0 or self.vocab_size > 0, "n_out", "must be above 0 with continuous inputs")
         self._require(0 <= self.dropout < 1, "dropout", "must be at least 0 and below 1")
         for name, choices in (("positions", ("rotary", "learned", "none")), ("activation", ("relu2", "gelu")),
-                              ("norm", ("pre", "post"))):
+                              ("norm", ("pre", "post", "none"))):
             self._require(getattr(self, name) in choices, name, f"must be one of {', '.join(choices)}")
         if self.positions == "rotary":
             self._require(self.rotary_dim >= 2 and self.rotary_dim % 2 == 0, "n_head",

@@ -34,6 +34,10 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, weight.shape, weight, self.bias, self.eps)
 
 
+def make_norm(config):
+    return nn.Identity() if config.norm == "none" else LayerNorm(config)
+
+
 def rotary_angles(config, positions):
     """cos and sin of position * 10000^(-2i / rotary_dim): two (T, rotary_dim / 2) float32 tensors."""
     i = torch.arange(0, config.rotary_dim, 2, device=positions.device, dtype=torch.float32)
@@ -94,18 +98,16 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.pre = config.norm == "pre"
-        self.norm1, self.attn = LayerNorm(config), Attention(config)
-        self.norm2, self.ff = LayerNorm(config), FeedForward(config)
+        self.post = config.norm == "post"
+        self.norm1, self.attn = make_norm(config), Attention(config)
+        self.norm2, self.ff = (make_norm(config), FeedForward(config)) if config.n_ff else (None, None)
 
     def forward(self, x, angles, mask, past):
-        if self.pre:
-            y, kv = self.attn(self.norm1(x), angles, mask, past)
-            x = x + y
-            return x + self.ff(self.norm2(x)), kv
-        y, kv = self.attn(x, angles, mask, past)
-        x = self.norm1(x + y)
-        return self.norm2(x + self.ff(x)), kv
+        y, kv = self.attn(x if self.post else self.norm1(x), angles, mask, past)
+        x = self.norm1(x + y) if self.post else x + y
+        if self.ff:
+            x = self.norm2(x + self.ff(x)) if self.post else x + self.ff(self.norm2(x))
+        return x, kv
 
 
 class Transformer(nn.Module):
@@ -122,7 +124,7 @@ class Transformer(nn.Module):
         if config.positions == "learned":
             self.position = nn.Embedding(config.context, C)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.norm = LayerNorm(config)  # after the last block (pre-norm) or after the embedding (post-norm, as in BERT)
+        self.norm = make_norm(config)  # after the last block (pre-norm) or after the embedding (post-norm, as in BERT)
         if config.n_out:
             self.read_out = nn.Linear(C, config.n_out)
         self.apply(self._init)
@@ -137,16 +139,16 @@ class Transformer(nn.Module):
         if isinstance(module, (Attention, FeedForward)):  # apply() visits children first, so this comes after the 0.02
             nn.init.normal_(module.proj.weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
 
-    def forward(self, inputs, targets=None, *, key_mask=None, cache=None):
+    def forward(self, inputs, targets=None, *, key_mask=None, cache=None, first_position=0):
         """inputs (B, T) token ids or (B, T, n_in) numbers -> (outputs, loss).
 
         outputs: logits (B, T, V), or (B, T, n_out). loss: mean cross-entropy in nats of the targets (B, T) other than -100;
         None without targets. key_mask: boolean (B, keys), False = padding that nobody may attend to. cache: a list from
-        `new_cache()`, filled in place, so that the next call goes on where this one ended. Raises ValueError when the
-        tokens, cached ones included, outgrow the context.
+        `new_cache()`, filled in place, so that the next call goes on where this one ended. first_position: of the first
+        token. Raises ValueError when the tokens, cached ones included, outgrow the context.
         """
         config = self.config
-        T, earlier = inputs.size(1), cache[0][0].size(2) if cache and cache[0] else 0
+        T, earlier = inputs.size(1), first_position + (cache[0][0].size(2) if cache and cache[0] else 0)
         if earlier + T > config.context:
             raise ValueError(f"{earlier + T} tokens are more than the model's context of {config.context}")
         positions = torch.arange(earlier, earlier + T, device=inputs.device)
@@ -162,7 +164,7 @@ class Transformer(nn.Module):
             x, kv = block(x, angles, mask, cache[i] if cache else None)
             if cache:
                 cache[i] = kv
-        if config.norm == "pre":
+        if config.norm != "post":
             x = self.norm(x)
         outputs = self.read_out(x) if config.n_out else F.linear(x, self.embed.weight)  # (B, T, V): tied embedding
         if targets is None:

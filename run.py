@@ -29,7 +29,7 @@ from flags import UserError, fail, flag
 # the makers' data sheets. MFU is reported on these devices only.
 PEAK_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "4090": 165e12}
 
-RUN_FILES = ("config.json", "model.safetensors", "metrics.jsonl", "summary.json", "loss.png", "sample.txt")
+RUN_FILES = ("config.json", "model.safetensors", "metrics.jsonl", "summary.json", "loss.png", "sample.txt", "shift.json")
 
 
 # -------------------------------------------------------------------------------------------------------------- decisions
@@ -108,7 +108,7 @@ def _pick_dtype(wanted, decisions, model):
 
     def operands(dtype):  # of the feed-forward product of this model
         return (torch.randn(shape, device=decisions["device"], dtype=dtype)
-                for shape in ((rows, model.n_embd), (model.n_embd, model.n_ff)))
+                for shape in ((rows, model.n_embd), (model.n_embd, model.n_ff or model.n_embd)))
 
     pairs = {dtype: tuple(operands(dtype)) for dtype in (torch.float32, torch.bfloat16)}
     times = {dtype: [] for dtype in pairs}
