@@ -1,11 +1,9 @@
-"""What every trainer needs once: the decisions about this machine, the run folder, the optimiser, signals, metrics.
+"""What every trainer needs once: the decisions about this machine, the run folder, the optimiser, signals.
 
 Decisions (device, dtype, threads, micro-batch, compile, path) are taken once, printed a line each, written to config.json,
 and reused when the run is resumed, so that a resumed run computes what the undisturbed one would have.
 """
 
-import io
-import json
 import math
 import os
 import platform
@@ -24,7 +22,7 @@ import torch
 
 import ssa_cpu
 import ssa_flash
-from files import sha256, write_atomically, write_json
+from files import sha256, write_json
 from flags import UserError, flag
 
 # Dense bf16 (and TF32 as PyTorch uses it for float32: not set here, so float32 has no entry) matrix peaks in FLOP/s, from
@@ -238,6 +236,11 @@ def write_config(folder, flags, model, decisions, **more):
                                             torch=torch.__version__, **more))
 
 
+def resume_command(flags):
+    """The command that continues this run."""
+    return shlex.join(["python", sys.argv[0], f"{flag('out')}={flags.out}", "--resume"])
+
+
 # --------------------------------------------------------------------------------------------------------------- optimiser
 
 def make_optimizer(model, flags):
@@ -325,76 +328,3 @@ class Interrupted:
 
     def __bool__(self):
         return self.signal is not None
-
-
-# ---------------------------------------------------------------------------------------------------------------- metrics
-
-class Metrics:
-    """metrics.jsonl, one JSON object a line; opened at a step, the lines after it (of a run that was killed) are cut off."""
-
-    def __init__(self, folder, step, process=0):
-        self.path = folder / "metrics.jsonl"
-        if process:  # process 0 of the run writes them
-            self.file = open(os.devnull, "w", encoding="utf-8")
-            return
-        kept = [line for line in read_metrics(self.path) if line["step"] <= step] if step else []
-        if step and (not kept or kept[-1]["step"] < step):
-            print(f"warning: {self.path}: damaged or cut short; its lines after step {kept[-1]['step'] if kept else 0} are "
-                  "lost", file=sys.stderr)
-        write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept).encode("utf-8"))
-        self.file = open(self.path, "a", encoding="utf-8")
-
-    def write(self, **values):
-        try:
-            self.file.write(json.dumps(values) + "\n")
-            self.file.flush()
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot be written ({error.strerror}); free some space, then --resume") from None
-
-    def sync(self):
-        """Put the lines on disk; called before a checkpoint, which must never be ahead of them."""
-        os.fsync(self.file.fileno())
-
-
-def read_metrics(path):
-    """The whole lines of a metrics.jsonl; a last line that a kill cut short is left out, and nothing after it is read."""
-    lines = []
-    if path.exists():
-        for line in path.read_bytes().splitlines(keepends=True):
-            try:
-                values = json.loads(line)
-            except ValueError:
-                break
-            if not line.endswith(b"\n") or not isinstance(values, dict) or "step" not in values:
-                break
-            lines.append(values)
-    return lines
-
-
-def plot_loss(folder, baseline=None):
-    """loss.png from metrics.jsonl: training loss of every step, evaluations, and the unigram baseline, in nats a token."""
-    import matplotlib
-    matplotlib.use("Agg")  # no screen needed
-    import matplotlib.pyplot as plt
-
-    lines = read_metrics(folder / "metrics.jsonl")
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    steps = [m for m in lines if "loss" in m]
-    axes.plot([m["step"] for m in steps], [m["loss"] for m in steps], lw=0.6, alpha=0.6, label="training batch")
-    for name in ("val", "ood"):
-        points = [(m["step"], m[f"{name}_loss"]) for m in lines if f"{name}_loss" in m]
-        if points:
-            axes.plot(*zip(*points), marker="o", ms=3, label=name)
-    if baseline is not None:
-        axes.axhline(baseline, color="grey", ls="--", lw=1, label="unigram baseline (val)")
-    axes.set(xlabel="step", ylabel="loss (nats a token)")
-    axes.legend()
-    buffer = io.BytesIO()
-    figure.savefig(buffer, dpi=120, format="png")
-    plt.close(figure)
-    write_atomically(folder / "loss.png", buffer.getvalue())
-
-
-def resume_command(flags):
-    """The command that continues this run."""
-    return shlex.join(["python", sys.argv[0], f"{flag('out')}={flags.out}", "--resume"])

@@ -17,7 +17,7 @@ import pytest
 import conftest
 from checkpoint import load_run
 from conftest import ROOT, TINY, command
-from run import read_metrics
+from metrics import read_metrics
 
 SCRIPT = "train_gpt.py"
 # Six sequences on each of two processes, in micro-batches of three.

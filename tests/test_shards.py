@@ -22,7 +22,7 @@ import shards
 from conftest import ROOT, TINY, command
 from files import read_json, write_json
 from flags import UserError
-from run import read_metrics
+from metrics import read_metrics
 from sources import HELD_OUT, is_held_out
 
 PLAN = ["docs.jsonl", "--tokenizer=bytes", "--tokens=60000", "--shard-tokens=7000", "--cache-dir=cache"]

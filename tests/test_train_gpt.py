@@ -17,7 +17,7 @@ import run
 from checkpoint import load_run
 from conftest import ROOT, TINY, command, refused, snapshot, start
 from flags import SharedFlags
-from run import read_metrics
+from metrics import read_metrics
 
 SCRIPT = "train_gpt.py"
 # Long enough to be killed in the middle, with dropout so that the random state matters.

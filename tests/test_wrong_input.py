@@ -10,7 +10,7 @@ import time
 import pytest
 
 from conftest import TINY, command, refused, snapshot, start
-from run import read_metrics
+from metrics import read_metrics
 
 SCRIPT = "train_gpt.py"
 
