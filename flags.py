@@ -11,7 +11,7 @@ import re
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import tyro
 
@@ -96,6 +96,8 @@ class SharedFlags:
     """replace the run in --out"""
     init_from: str = ""
     """start from the weights of this run folder"""
+
+    typical_length: ClassVar[int] = 0  # tokens of a usual sequence, where those are far shorter than the context
 
     def check(self):
         """Raise UserError for a value that cannot work."""
@@ -193,7 +195,7 @@ def _resumed(Config, out, argv):
     config.out = out
     for f in fields(Config):
         then, now = getattr(before, f.name), getattr(config, f.name)
-        if f.name not in ("out", "resume", "overwrite", "data_timeout", "dry_run") and then != now:
+        if f.name not in ("out", "resume", "overwrite", "data_timeout", "dry_run", "export_hf") and then != now:
             raise UserError(f"{flag(f.name)}={now}: the run in {out} was started with {flag(f.name)}={then}; leave the flag "
                             "out to continue it, or choose another --out")
     return config, saved

@@ -3,25 +3,28 @@
     tokenizer = read_tokenizer("tokenizer.json")                # or train_tokenizer(texts, 8192)
     corpus = Sentences(texts, tokenizer, longest=128)           # too short and too long ones dropped and counted
     batch = masked_batch(corpus, seed=1, step=0, batch_size=16)
-    for inputs, targets, key_mask in batch.parts(range(16), most=4): ...
+    inputs, targets, segments = batch.packed(range(16), corpus.special["pad"])     # what model.Transformer takes
 
-One sentence is one row. As published for BabyBERTa (Huebner et al. 2021): of every sentence's tokens 15 % are masked, at
-least one, in 10 patterns a sentence; of the masked ones 10 % become a random token and the rest the mask token. A batch
-is a pure function of (seed, step): whoever asks, and after whatever interruption, gets the same.
+As published for BabyBERTa (Huebner et al. 2021): of every sentence's tokens 15 % are masked, at least one, in 10 patterns
+a sentence; of the masked ones 10 % become a random token and the rest the mask token. A batch is a pure function of
+(seed, step): whoever asks, and after whatever interruption, gets the same.
 
-Child-directed sentences have 5 to 70 tokens, so padding a batch to its longest would double the work. Therefore the rows
-of a batch are sorted by length and computed in parts, each as wide as its own longest row; the sum is the same.
+Child-directed sentences have 5 to 70 tokens. Padding 16 of them to the longest doubles the work, sorting them into parts by
+length costs a pass over the weights for each part. So sentences share rows, the longest first, until a row is full; each
+attends to itself alone and counts its positions from its own start, which gives what computing it alone would.
 
 What a user can get wrong raises `flags.UserError` with one line that names it and says what to do. No torch at import.
 """
 
 import csv
 import io
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+import remote
 from data import permute
 from files import one_line, sha256
 from flags import UserError
@@ -70,7 +73,19 @@ def train_tokenizer(texts, vocab_size):
     return tokenizer
 
 
+def set_threads(count):
+    """How many threads the library `tokenizers` uses; it must be said before the first text is tokenised."""
+    os.environ["RAYON_NUM_THREADS"] = str(count)
+
+
 # ---- Sentences ------------------------------------------------------------------------------------------------------
+
+
+def paths(data, cache_dir):
+    """The files that --data names: `aochildes`, downloaded at the first use, or paths, comma-separated, in their order."""
+    if data == "aochildes":
+        return list(remote.fetch("aochildes", Path(cache_dir)))
+    return [Path(part) for part in data.split(",")]
 
 
 def read_sentences(path):
@@ -121,7 +136,7 @@ class Sentences:
         ordinary[list(self.special.values())] = False
         self.ordinary = np.flatnonzero(ordinary)  # what a masked token may be replaced by
 
-    def rows(self, numbers):
+    def take(self, numbers):
         """The sentences with these numbers, end to end, and their lengths: int64 (sum of lengths,), (k,)."""
         lengths = self.lengths[numbers]
         ends = np.cumsum(lengths)
@@ -134,24 +149,47 @@ class Sentences:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows sorted by length. inputs, targets: int64 (B, longest), padded, targets IGNORE where nothing is masked;
-    lengths (B,); n_masked: targets in the whole batch, what the loss of every part is divided by."""
+    """Masked sentences end to end. inputs, targets: int64 (sum of lengths,), targets IGNORE where nothing is masked;
+    lengths (B,); starts (B,): where each begins; n_masked: targets in the whole batch, by which the loss of every part of
+    it is divided, on whatever process that is computed."""
 
     inputs: np.ndarray
     targets: np.ndarray
     lengths: np.ndarray
+    starts: np.ndarray
     n_masked: int
 
-    def parts(self, rows, most):
-        """The given rows in parts of up to `most`: tensors inputs, targets (k, their longest) and key_mask, True where
-        there is a token; None where all are equally long."""
+    def packed(self, rows, pad, least_width=32):
+        """The given sentences, several in a row: tensors inputs, targets and segments, int64 (R, T) each. segments number
+        the sentences of a row from 1; 0 is what is left empty at its end. T: the longest sentence, at least least_width."""
         import torch
-        for first in range(0, len(rows), most):
-            chosen = list(rows[first : first + most])
-            lengths = self.lengths[chosen]
-            width = lengths.max()
-            real = None if (lengths == width).all() else torch.from_numpy(np.arange(width) < lengths[:, None])
-            yield torch.from_numpy(self.inputs[chosen, :width]), torch.from_numpy(self.targets[chosen, :width]), real
+        lengths = self.lengths[list(rows)]
+        width = max(least_width, int(lengths.max()))
+        row, place, number = pack(lengths, width)
+        inputs, targets, segments = (np.full((row.max() + 1, width), empty, dtype=np.int64) for empty in (pad, IGNORE, 0))
+        inner = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)  # place within the sentence
+        source = np.repeat(self.starts[list(rows)], lengths) + inner
+        goal = np.repeat(row, lengths), np.repeat(place, lengths) + inner
+        inputs[goal], targets[goal], segments[goal] = self.inputs[source], self.targets[source], np.repeat(number, lengths)
+        return tuple(map(torch.from_numpy, (inputs, targets, segments)))
+
+
+def pack(lengths, width):
+    """Put sentences of these lengths into rows of `width`: (row, place of its first token, number within the row from 1) of
+    each, int64 (k,). The longest first, each into the first row that has room."""
+    row, place, number = (np.empty(len(lengths), dtype=np.int64) for _ in range(3))
+    used, count, first_with_room = [], [], {}
+    for i in np.argsort(-lengths, kind="stable"):
+        length = int(lengths[i])
+        r = first_with_room.get(length, 0)  # rows only fill up, and equal lengths come one after the other
+        while r < len(used) and used[r] + length > width:
+            r += 1
+        first_with_room[length] = r
+        if r == len(used):
+            used.append(0), count.append(0)
+        row[i], place[i], number[i] = r, used[r], count[r] + 1
+        used[r], count[r] = used[r] + length, count[r] + 1
+    return row, place, number
 
 
 def pair_numbers(corpus, seed, numbers, order):
@@ -172,18 +210,17 @@ def masked_batch(corpus, seed, step, batch_size, order="shuffled", probability=0
     same; in a `shuffled` pass each pair comes once, in an `original` one the patterns of a sentence follow each other.
     """
     numbers = step * batch_size + np.arange(batch_size, dtype=np.int64)
-    chosen = pair_numbers(corpus, seed, numbers, order)
-    return mask_rows(corpus, chosen[np.argsort(corpus.lengths[chosen], kind="stable")], [seed, step], probability, random_part,
-                     leave_unmasked)
+    return mask_rows(corpus, pair_numbers(corpus, seed, numbers, order), [seed, step], probability, random_part, leave_unmasked)
 
 
 def mask_rows(corpus, chosen, seed, probability=0.15, random_part=0.1, leave_unmasked=0.0):
-    """A Batch of the sentences with these numbers, already sorted by length; seed: whatever numpy's default_rng takes."""
+    """A Batch of the sentences with these numbers; seed: whatever numpy's default_rng takes."""
     rng = np.random.default_rng(seed)
-    tokens, lengths = corpus.rows(chosen)
+    tokens, lengths = corpus.take(chosen)
+    starts = np.cumsum(lengths) - lengths
     row = np.repeat(np.arange(len(lengths)), lengths)  # of each token, (sum of lengths,)
-    place = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    inner = (place > 0) & (place < lengths[row] - 1)  # neither start nor end
+    inner = np.ones(len(tokens), dtype=bool)
+    inner[starts] = inner[starts + lengths - 1] = False  # neither start nor end is masked
     masked = np.zeros(len(tokens), dtype=bool)
     empty = np.ones(len(lengths), dtype=bool)
     while empty.any():  # a sentence in which nothing is masked teaches nothing: draw again
@@ -194,13 +231,10 @@ def mask_rows(corpus, chosen, seed, probability=0.15, random_part=0.1, leave_unm
     changed[masked & (draw >= random_part + leave_unmasked)] = corpus.special["mask"]
     at_random = masked & (draw < random_part)
     changed[at_random] = rng.choice(corpus.ordinary, at_random.sum())
-    inputs = np.full((len(lengths), lengths.max()), corpus.special["pad"], dtype=np.int64)
-    targets = np.full_like(inputs, IGNORE)
-    inputs[row, place], targets[row[masked], place[masked]] = changed, tokens[masked]
-    return Batch(inputs, targets, lengths, int(masked.sum()))
+    return Batch(changed, np.where(masked, tokens, IGNORE), lengths, starts, int(masked.sum()))
 
 
-def evaluation_batches(corpus, batch_size, patterns=1, most_tokens=None):
+def evaluation_batches(corpus, batch_size, most_tokens=None, patterns=1):
     """The corpus's sentences in order of length, each in `patterns` fixed ways of masking, every replaced token by the
     mask token; with most_tokens about as many, evenly spread over the corpus."""
     kept = corpus.n
@@ -211,3 +245,14 @@ def evaluation_batches(corpus, batch_size, patterns=1, most_tokens=None):
     for pattern in range(patterns):
         for number, first in enumerate(range(0, kept, batch_size)):
             yield mask_rows(corpus, chosen[first : first + batch_size], [pattern, number], random_part=0.0)
+
+
+def unigram_loss(train, other):
+    """The baseline: masked tokens of `other` predicted by their frequency in `train` (each count plus one), in nats. Every
+    token but start and end is masked equally often, so all of them count."""
+    ends = [train.special["start"], train.special["end"]]
+    counts = [np.bincount(s.tokens, minlength=s.tokenizer.get_vocab_size()) for s in (train, other)]
+    for count in counts:
+        count[ends] = 0
+    frequencies = (counts[0] + 1) / (counts[0] + 1).sum()
+    return -float(counts[1] @ np.log(frequencies)) / int(counts[1].sum())

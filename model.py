@@ -49,6 +49,13 @@ def rotate(x, cos, sin):
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
 
+def within(segments):
+    """Positions (B, T) counted from where each run of equal numbers in `segments` (B, T) begins."""
+    places = torch.arange(segments.size(1), device=segments.device).expand_as(segments)
+    begins = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
+    return places - (places * begins).cummax(1).values
+
+
 class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -153,11 +160,13 @@ class Transformer(nn.Module):
         if isinstance(module, (Attention, FeedForward)) and self.config.norm == "pre":  # apply() visits children first, so this comes after the 0.02
             nn.init.normal_(module.proj.weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
 
-    def forward(self, inputs, targets=None, *, key_mask=None, cache=None, at_targets=False):
+    def forward(self, inputs, targets=None, *, key_mask=None, segments=None, cache=None, at_targets=False):
         """inputs (B, T) token ids or (B, T, n_in) numbers -> (outputs, loss).
 
         outputs: logits (B, T, V), or (B, T, n_out). loss: mean cross-entropy in nats of the targets (B, T) other than -100;
-        None without targets. key_mask: boolean (B, keys), False = padding that nobody may attend to. cache: a list from
+        None without targets. key_mask: boolean (B, keys), False = padding that nobody may attend to. segments: integers
+        (B, T) that number the sentences which share a row, one after the other: each attends to itself alone and counts its
+        learned positions from its own start (encoders only; rotary positions are relative anyway). cache: a list from
         `new_cache()`, filled in place, so that the next call goes on where this one ended. at_targets: outputs of the N
         positions that have a target alone, (N, V): a masked language model needs few. Raises ValueError when the tokens,
         cached ones included, outgrow the context.
@@ -169,12 +178,14 @@ class Transformer(nn.Module):
         positions = torch.arange(earlier, earlier + T, device=inputs.device)
         x = self.embed(inputs) if config.vocab_size else self.read_in(inputs)  # (B, T, C)
         if config.positions == "learned":
-            x = x + self.position(positions)
+            x = x + self.position(positions if segments is None else within(segments))
         if config.norm == "post":
             x = self.norm(x)
         x = F.dropout(x, config.dropout, self.training)
         angles = rotary_angles(config, positions) if config.positions == "rotary" else None
         mask = None if key_mask is None else key_mask[:, None, None, :]  # (B, keys) -> (B, 1, 1, keys)
+        if segments is not None:
+            mask = segments[:, None, :, None] == segments[:, None, None, :]  # (B, T) -> (B, 1, T, T)
         for i, block in enumerate(self.blocks):
             x, kv = block(x, angles, mask, cache[i] if cache else None)
             if cache:

@@ -29,7 +29,7 @@ from flags import UserError, flag
 # the makers' data sheets. MFU is reported on these devices only.
 PEAK_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "4090": 165e12}
 
-RUN_FILES = ("config.json", "model.safetensors", "metrics.jsonl", "summary.json", "loss.png", "sample.txt")
+RUN_FILES = ("config.json", "model.safetensors", "metrics.jsonl", "summary.json", "loss.png", "sample.txt", "tokenizer.json")
 
 
 # -------------------------------------------------------------------------------------------------------------- decisions
@@ -93,7 +93,7 @@ def _pick_micro_batch(flags, model, device, processes):
     if flags.micro_batch:
         return flags.micro_batch, "--micro-batch"
     # About 16k tokens fill a GPU and 8k the caches and cores of a CPU; more only costs memory.
-    most = max(1, (16384 if device == "cuda" else 8192) // model.context)
+    most = max(1, (16384 if device == "cuda" else 8192) // (flags.typical_length or model.context))
     size = max(d for d in range(1, min(share, most) + 1) if share % d == 0)
     return size, f"{share // size} a step" if processes == 1 else f"{share // size} a step on each of {processes} processes"
 
