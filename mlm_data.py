@@ -159,37 +159,46 @@ class Batch:
     starts: np.ndarray
     n_masked: int
 
-    def packed(self, rows, pad, least_width=32):
-        """The given sentences, several in a row: tensors inputs, targets and segments, int64 (R, T) each. segments number
-        the sentences of a row from 1; 0 is what is left empty at its end. T: the longest sentence, at least least_width."""
-        import torch
-        lengths = self.lengths[list(rows)]
-        width = max(least_width, int(lengths.max()))
-        row, place, number = pack(lengths, width)
-        inputs, targets, segments = (np.full((row.max() + 1, width), empty, dtype=np.int64) for empty in (pad, IGNORE, 0))
-        inner = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)  # place within the sentence
-        source = np.repeat(self.starts[list(rows)], lengths) + inner
-        goal = np.repeat(row, lengths), np.repeat(place, lengths) + inner
-        inputs[goal], targets[goal], segments[goal] = self.inputs[source], self.targets[source], np.repeat(number, lengths)
-        return tuple(map(torch.from_numpy, (inputs, targets, segments)))
+    def packed(self, rows, pad):
+        """The given sentences, several in a row: tensors inputs, targets and segments, int64 (R, T) each, what
+        model.Transformer takes. segments number the sentences of a row from 1; 0 is what is left empty at its end."""
+        lengths, starts = self.lengths[list(rows)], self.starts[list(rows)]
+        source = np.arange(lengths.sum()) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+        shape, goal, numbers = pack(lengths)
+        return fill(shape, goal, (self.inputs[source], pad), (self.targets[source], IGNORE), (numbers, 0))
 
 
-def pack(lengths, width):
-    """Put sentences of these lengths into rows of `width`: (row, place of its first token, number within the row from 1) of
-    each, int64 (k,). The longest first, each into the first row that has room."""
+def fill(shape, goal, *flat_and_empty):
+    """Tensors int64 (R, T) from what `pack` gave: of each pair the flat values at their goals, `empty` elsewhere."""
+    import torch
+    grids = [np.full(shape, empty, dtype=np.int64) for _, empty in flat_and_empty]
+    for grid, (flat, _) in zip(grids, flat_and_empty):
+        grid[goal] = flat
+    return tuple(map(torch.from_numpy, grids))
+
+
+def pack(lengths, least_width=32):
+    """Put sentences of these lengths (k,) into rows as wide as the longest one or least_width, the longest first, each into
+    the first row that has room.
+
+    -> the shape (R, T); where each token of the sentences end to end goes, a pair of int64 (sum of lengths,); the number of
+    its sentence within the row, from 1 on, int64 (sum of lengths,).
+    """
+    width = max(least_width, int(lengths.max()))
     row, place, number = (np.empty(len(lengths), dtype=np.int64) for _ in range(3))
-    used, count, first_with_room = [], [], {}
-    for i in np.argsort(-lengths, kind="stable"):
+    used, count = [], []  # of every row: tokens, sentences
+    r, before = 0, 0
+    for i in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[i])
-        r = first_with_room.get(length, 0)  # rows only fill up, and equal lengths come one after the other
+        r, before = r if length == before else 0, length  # rows only fill up: where its equal did not fit it does not either
         while r < len(used) and used[r] + length > width:
             r += 1
-        first_with_room[length] = r
         if r == len(used):
             used.append(0), count.append(0)
         row[i], place[i], number[i] = r, used[r], count[r] + 1
         used[r], count[r] = used[r] + length, count[r] + 1
-    return row, place, number
+    inner = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)  # place within the sentence
+    return (len(used), width), (np.repeat(row, lengths), np.repeat(place, lengths) + inner), np.repeat(number, lengths)
 
 
 def pair_numbers(corpus, seed, numbers, order):
