@@ -100,8 +100,7 @@ def read_suite(flags):
         where = Path(flags.sentences)
         paths = [where] if where.is_file() else sorted(where.glob(f"*{ending}"))
     else:
-        import remote
-        paths = sorted(remote.fetch("zorro", Path(flags.cache_dir)))
+        paths = sorted(mlm_data.paths("zorro", flags.cache_dir))
     if not paths:
         raise UserError(f"--sentences={flags.sentences}: no {ending} files there; name the folder of the suite")
     try:

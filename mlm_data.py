@@ -19,6 +19,7 @@ What a user can get wrong raises `flags.UserError` with one line that names it a
 import csv
 import io
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,8 +84,12 @@ def set_threads(count):
 
 def paths(data, cache_dir):
     """The files that --data names: `aochildes`, downloaded at the first use, or paths, comma-separated, in their order."""
-    if data == "aochildes":
-        return list(remote.fetch("aochildes", Path(cache_dir)))
+    if data in remote.SENTENCES:
+        found = list(remote.fetch(data, Path(cache_dir)))
+        lines, expected = sum(path.read_bytes().count(b"\n") for path in found), remote.SENTENCES[data].rows
+        if lines != expected:
+            print(f"warning: {data}: has {lines:,} lines, but {expected:,} are expected", file=sys.stderr)
+        return found
     return [Path(part) for part in data.split(",")]
 
 

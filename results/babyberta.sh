@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # BabyBERTa at laptop size on a quarter of AO-CHILDES, SSA and softmax, two seeds stated in advance, then Zorro:
 #     bash results/babyberta.sh SENTENCES.txt TOKENIZER.json WIKIPEDIA.csv ZORRO_FOLDER
-# Some five minutes a run on a core of its own (PYTHON=... names the interpreter, THREADS=... the threads); interrupted, it goes
+# Some ten minutes a run on a core of its own (PYTHON=... names the interpreter, THREADS=... the threads); interrupted, it goes
 # on where it was. Summaries, metrics and Zorro's results: results/babyberta/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -25,5 +25,6 @@ for line in open(sys.argv[1], encoding="utf-8"):
         runs+=("$run")
     done
 done
-"$python" eval.py zorro "$(IFS=,; echo "${runs[*]}")" --sentences="$zorro" --scoring=both --threads="${THREADS:-1}" \
-    --out=results/babyberta
+all="$(IFS=,; echo "${runs[*]}")"
+"$python" eval.py zorro "$all" --sentences="$zorro" --threads="${THREADS:-1}" --out=results/babyberta
+"$python" eval.py zorro "$all" --sentences="$zorro" --threads="${THREADS:-1}" --scoring=mlm --limit=200 --out=results/babyberta/mlm
