@@ -177,7 +177,7 @@ def prepare(flags, saved):
     else:
         tokenizer = mlm_data.train_tokenizer(sentences, flags.vocab_size)
     train, val = mlm_data.split_held_out(sentences)
-    texts = {"train": (train, f"--data={flags.data}"), "val": (val, f"--data={flags.data} (held-out part)")}
+    texts = {"train": (train, f"--data={flags.data}"), "val": (val, f"--data={flags.data} (its held-out part)")}
     if flags.ood != "none":
         texts["ood"] = mlm_data.read_sentences(flags.ood), f"--ood={flags.ood}"
     corpora = {split: mlm_data.Sentences(lines, tokenizer, flags.context, name) for split, (lines, name) in texts.items()}
