@@ -13,6 +13,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -26,15 +27,25 @@ from tokens import DTYPE, FORMAT, REBUILD, Tokenizer, bits_per_byte, get_tokeniz
 
 # ---- Preparation: text -> token files -------------------------------------------------------------------------------
 
+FEW = 100  # documents, of which a draw of one in ten might hold out none
+
+
 def split_documents(source: Source, splits: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """(split, text) pairs. About one document in ten, by the hash of its id, is held out as val; of a single .txt it is
-    the last tenth of the characters, as in nanoGPT. Where only one split is wanted it gets everything."""
-    for doc_id, text in source.documents():
+    """(split, text) pairs. About one document in ten, by the hash of its id, is held out as val; of a few documents it is
+    the tenth with the lowest hashes, and of a single one the last tenth of the characters, as in nanoGPT. Where only one
+    split is wanted it gets everything."""
+    documents = source.documents()
+    few = list(islice(documents, FEW))
+    distinct = sorted(set(few), key=lambda document: sha256(document[0].encode("utf-8")))
+    held_out = distinct[: max(1, len(distinct) // 10)]
+    for doc_id, text in chain(few, documents):
         if len(splits) == 1:
             yield splits[0], text
-        elif source.one_text:
+        elif source.one_text or len(few) == 1:
             cut = int(0.9 * len(text))
             yield from (("train", text[:cut]), ("val", text[cut:]))
+        elif len(few) < FEW:
+            yield "val" if (doc_id, text) in held_out else "train", text
         else:
             yield "val" if is_held_out(doc_id) else "train", text
 
@@ -72,7 +83,7 @@ def write_folder(folder: Path, source: Source, tokenizer: Tokenizer, splits: tup
             flush(split)
         if sum(shard["tokens"] for shard in entries[split]["shards"]) < 2:
             raise UserError(f"{source.name}: too little text, its {split} split has {entries[split]['documents']} "
-                            "documents; give more (about one document in ten goes to val)")
+                            "documents; give more (about one document in ten, but at least one, goes to val)")
     write_json(folder / "manifest.json", {
         "format": FORMAT, "name": source.name, "python": source.python, "tokenizer": tokenizer.name,
         "vocab_size": tokenizer.vocab_size, "dtype": DTYPE.name, "splits": entries})

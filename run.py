@@ -23,7 +23,7 @@ import torch
 import ssa_cpu
 import ssa_flash
 from files import sha256, write_json
-from flags import UserError, flag
+from flags import UserError, fail, flag
 
 # Dense bf16 (and TF32 as PyTorch uses it for float32: not set here, so float32 has no entry) matrix peaks in FLOP/s, from
 # the makers' data sheets. MFU is reported on these devices only.
@@ -328,3 +328,8 @@ class Interrupted:
 
     def __bool__(self):
         return self.signal is not None
+
+    def end_at_once(self, line):
+        """From now on, where there is no next step, a signal ends the program with this line."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: fail(line, code=130))

@@ -156,10 +156,14 @@ class Training:
         that was stopped."""
         self.bar.close()
         self.processes.end()
-        if self.processes.first and self.step < self.flags.steps:
+        complete = self.step == self.flags.steps
+        if complete:
+            self.interrupted.end_at_once(f"interrupted after the last step; {self.folder / 'model.safetensors'} is whole, and "
+                                         "--resume does what was left to do")
+        elif self.processes.first:
             told = self.interrupted.signal or "a signal to another process"
             print(f"{told}: saved after step {self.step}; continue with\n  {run.resume_command(self.flags)}")
-        return self.processes.first and self.step == self.flags.steps
+        return complete and self.processes.first
 
     def scorer_changes(self):
         """{"max_change_b": the largest |change| of any head since the run began, ...}, for the summary."""

@@ -183,6 +183,30 @@ def test_a_signal_saves_and_prints_the_command_that_resumes(folder, undisturbed,
     same_end(folder, undisturbed)
 
 
+def test_interrupted_while_it_samples_a_run_is_whole_and_resume_finishes_it(folder):
+    flags = [*TINY, "--out=r", "--sample-tokens=1000000"]
+    process = start(SCRIPT, *flags, cwd=folder)
+    for line in process.stdout:
+        if line.startswith("step 6/6"):
+            break
+    while not (folder / "r" / "resume-00000006.pt.sha256").exists():
+        time.sleep(0.05)
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=20)
+    assert process.returncode == 130 and "Traceback" not in errors, errors
+    assert load_run(folder / "r") and not (folder / "r" / "sample.txt").exists()
+
+
+def test_a_reader_that_leaves_ends_the_run_with_one_line(folder):
+    process = start(SCRIPT, *LONG, cwd=folder)
+    process.stdout.readline()
+    process.stdout.close()  # as `| head -1` does
+    errors = process.stderr.read()
+    assert process.wait(timeout=60) == 1 and "stdout was closed" in errors and "Traceback" not in errors, errors
+    assert "BrokenPipe" not in errors
+
+
 def damage(path, how):
     content = bytearray(path.read_bytes())
     if how == "a flipped bit":
