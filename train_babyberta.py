@@ -100,7 +100,7 @@ import torch
 import babyberta_hf
 import mlm_data
 import run
-from distributed import Processes, end_after_loss, is_lost_connection
+from distributed import Processes, errors_in_one_line
 from files import sha256, write_atomically, write_json
 from metrics import plot_loss, read_metrics
 from model import Transformer
@@ -243,11 +243,5 @@ def finish(training):
 
 
 if __name__ == "__main__":
-    try:
+    with errors_in_one_line():
         main(flags, saved)
-    except UserError as error:
-        fail(error)
-    except RuntimeError as error:
-        if not is_lost_connection(error):
-            raise
-        end_after_loss(error)
