@@ -56,6 +56,7 @@ def read_tokenizer(path):
             raise UserError(f"{path}: has no token {token}; use a tokenizer of the RoBERTa family")
     tokenizer.no_truncation()  # the published file cuts at 128 tokens and pads; here long sentences are dropped, see below
     tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True  # a special token that is spelled out in a text is ordinary text
     return tokenizer
 
 
@@ -71,6 +72,7 @@ def train_tokenizer(texts, vocab_size):
     tokenizer.train_from_iterator(texts, trainer)
     ids = {name: tokenizer.token_to_id(token) for name, token in SPECIAL.items()}
     tokenizer.post_processor = processors.RobertaProcessing((SPECIAL["end"], ids["end"]), (SPECIAL["start"], ids["start"]))
+    tokenizer.encode_special_tokens = True
     return tokenizer
 
 

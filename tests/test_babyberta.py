@@ -131,6 +131,13 @@ def test_sentences_too_short_and_too_long_are_dropped_and_counted(tokenizer):
     assert tokenizer.decode(tokens.tolist()) == " you see it . look at that ." and lengths.sum() == len(tokens)
 
 
+def test_special_tokens_spelled_out_are_ordinary_text(tokenizer, tmp_path):
+    tokenizer.save(str(tmp_path / "t.json"))
+    for one in (tokenizer, mlm_data.read_tokenizer(tmp_path / "t.json")):
+        ids = Sentences(["see <mask> and </s> there"], one, longest=64).tokens
+        assert not set(ids[1:-1]) & {one.token_to_id(token) for token in mlm_data.SPECIAL.values()}
+
+
 def test_held_out_sentences_are_never_trained_on():
     train_part, held_out = mlm_data.split_held_out(speech(5000))
     assert not set(train_part) & set(held_out) and len(train_part) + len(held_out) == 5000

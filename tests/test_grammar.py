@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import grammar
+import intervals
 import mlm_data
 import mlm_score
 from checkpoint import load_run, save_model
@@ -121,6 +122,15 @@ def test_the_report_holds_every_pair_and_beside_it_chance_and_trigram(suite):
     assert len(values["differences"]) == 3 and (suite / "z" / "zorro.png").stat().st_size > 5000
     for part in ("agreement-a", "chance", "[3] trigram", "overall r (holistic)", "r - s (holistic)"):
         assert part in done.stdout
+
+
+def test_intervals_are_those_of_the_bootstrap_over_pairs():
+    rng = np.random.default_rng(0)
+    a, b = rng.random(400) < 0.6, rng.random(400) < 0.5
+    for ours, expected in ((grammar.interval(a), intervals.bootstrap(a, n_resamples=5000)),
+                           (grammar.interval(a.astype(int) - b), intervals.paired_bootstrap(a, b, n_resamples=5000))):
+        assert ours["n"] == 400 and ours["mean"] == pytest.approx(expected["mean"])
+        assert ours["low"] == pytest.approx(expected["low"], abs=0.006) and ours["high"] == pytest.approx(expected["high"], abs=0.006)
 
 
 def test_blimps_lines_give_what_the_same_pairs_give_as_zorro(suite):
