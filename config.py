@@ -27,6 +27,7 @@ class ModelConfig:
     norm_offset: bool = True  # LayerNorm multiplies by 1 + w, w starting from 0, instead of by w
     norm_eps: float = 1e-5
     bias: bool = False  # in linear layers and LayerNorm
+    mlm_head: bool = False  # RoBERTa's: dense, GELU, LayerNorm before the transposed embedding, and a bias behind it
     dropout: float = 0.0  # on embeddings, attention weights and what each sub-layer adds
     path: str = "auto"  # which attention implementation: see ssa_flash.py
 
@@ -39,6 +40,7 @@ class ModelConfig:
                       f"does not divide n_head={self.n_head}; choose a divisor")
         self._require((self.vocab_size > 0) != (self.n_in > 0), "vocab_size", "exactly one of vocab_size, n_in is above 0")
         self._require(self.n_out > 0 or self.vocab_size > 0, "n_out", "must be above 0 with continuous inputs")
+        self._require(not (self.mlm_head and self.n_out), "n_out", "must be 0 with mlm_head, which gives one logit a token")
         self._require(0 <= self.dropout < 1, "dropout", "must be at least 0 and below 1")
         for name, choices in (("positions", ("rotary", "learned", "none")), ("activation", ("relu2", "gelu")),
                               ("norm", ("pre", "post", "none"))):
@@ -81,9 +83,11 @@ class ModelConfig:
 # nanoGPT's for a CPU.
 NEMOTRON = dict(activation="relu2", positions="rotary", rotary_fraction=0.5, norm_offset=True, bias=False)
 GPT2 = dict(activation="gelu", positions="learned", norm_offset=False, bias=True)
+ROBERTA = dict(activation="gelu", positions="learned", norm_offset=False, bias=True, norm="post", causal=False, mlm_head=True)
 MODEL_PRESETS = {
     "laptop": dict(n_layer=4, n_head=4, n_kv_head=2, n_embd=128, n_ff=512, context=128, **NEMOTRON),
     "shakespeare": dict(n_layer=4, n_head=4, n_kv_head=4, n_embd=128, n_ff=512, context=64, **NEMOTRON),
     "nemotron-114m": dict(n_layer=12, n_head=24, n_kv_head=8, n_embd=768, n_ff=3072, context=1024, **NEMOTRON),
     "gpt2-124m": dict(n_layer=12, n_head=12, n_kv_head=12, n_embd=768, n_ff=3072, context=1024, **GPT2),
+    "babyberta": dict(n_layer=8, n_head=8, n_kv_head=8, n_embd=256, n_ff=1024, context=128, **ROBERTA),
 }

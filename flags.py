@@ -11,13 +11,13 @@ import re
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import tyro
 
 
 # Flags that may differ when a run is resumed, since they do not change what is trained.
-NOT_TRAINING = ("out", "resume", "overwrite", "data_timeout", "dry_run", "test_sequences", "jobs", "results")
+NOT_TRAINING = ("out", "resume", "overwrite", "data_timeout", "dry_run", "test_sequences", "jobs", "results", "export_hf")
 
 
 class UserError(Exception):
@@ -92,6 +92,8 @@ class SharedFlags:
     """replace the run in --out"""
     init_from: str = ""
     """start from the weights of this run folder"""
+
+    typical_length: ClassVar[int] = 0  # tokens of a usual sequence, where those are far shorter than the context
 
     def check(self):
         """Raise UserError for a value that cannot work."""
