@@ -49,7 +49,7 @@ def decide(flags, model, saved=None, processes=1):
         torch.set_num_threads(decisions["threads"])
         return decisions
     decisions, reasons = {}, {}
-    decisions["device"], reasons["device"] = _pick_device(flags.device)
+    decisions["device"], reasons["device"] = pick_device(flags.device)
     if flags.threads:
         torch.set_num_threads(flags.threads)
     decisions["threads"], reasons["threads"] = torch.get_num_threads(), "--threads" if flags.threads else "PyTorch's choice"
@@ -68,7 +68,7 @@ def _require_device(device, remedy):
         raise UserError(f"--device={device}: this machine or this PyTorch has none; {remedy}")
 
 
-def _pick_device(wanted):
+def pick_device(wanted):
     if wanted != "auto":
         _require_device(wanted, "use --device=auto")
         return wanted, "--device"
