@@ -19,7 +19,7 @@ try:
     from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 except ImportError as error:
     from flags import UserError
-    raise UserError(f'this needs lm-eval ({error}); install it with: pip install -c requirements.txt -e ".[train,tasks]"') from None
+    raise UserError(f'this needs lm-eval ({error}); pip install -c requirements.txt -e ".[train,tasks]"') from None
 
 import torch
 
@@ -40,6 +40,8 @@ class LanguageModel(TemplateLM):
         super().__init__()
         if not isinstance(run, Trained):
             device = (device or "auto").split(":")[0]
+            if device == "cuda" and not torch.cuda.is_available():
+                device = "auto"  # lm-eval's command says cuda wherever it runs, and its own models do the same
             run, = load_trained(RunFlags(runs=str(run), device=device, dtype=dtype, threads=int(threads)))
         self.run, self._device = run, torch.device(run.device)
         self.batch_size = int(batch_size) if str(batch_size).isdigit() else 0
@@ -58,7 +60,8 @@ class LanguageModel(TemplateLM):
         return self.run.tokenizer.document(string, end=False).tolist()
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):
-        """[((context, continuation), ids of the context, ids of the continuation)] -> [(log p, whether greedy decoding gives it)]."""
+        """[((context, continuation), ids of the context, ids of the continuation)] -> [(log p, greedy)]; greedy: whether each
+        token of the continuation is the likeliest."""
         requests = [(texts, context or [self.eot_token_id], continuation) for texts, context, continuation in requests]
         todo = []
         for number, (_, context, continuation) in enumerate(requests):
@@ -101,7 +104,8 @@ class LanguageModel(TemplateLM):
         until, most = wanted["until"], wanted["max_gen_toks"]
         unknown = set(wanted) - {"until", "max_gen_toks", "do_sample", "temperature", "top_k"}
         if unknown:
-            raise UserError(f"generation option {unknown.pop()!r}: this model has do_sample, temperature, top_k, until, max_gen_toks")
+            raise UserError(f"generation option {unknown.pop()!r}: is unknown here; there are do_sample, temperature, top_k, "
+                            "until, max_gen_toks")
         temperature = wanted.get("temperature", 1.0) if wanted["do_sample"] else 0
         # As in lm-eval the context leaves room for what is generated, where there can be room for both.
         room = self.max_length - most if most < self.max_length else max(1, self.max_length // 2)

@@ -262,7 +262,8 @@ def plot_positions(path, results):
         x = [math.sqrt(point["seen_from"] * point["seen_to"]) for point in points]
         line, = axes.plot(x, [point["mean"] for point in points], marker="o", ms=3, label=name)
         if points and points[0]["low"] is not None:
-            axes.fill_between(x, *([point[end] for point in points] for end in ("low", "high")), alpha=0.2, color=line.get_color())
+            low, high = ([point[end] for point in points] for end in ("low", "high"))
+            axes.fill_between(x, low, high, alpha=0.2, color=line.get_color())
     axes.set(xlabel="tokens seen", ylabel="loss (nats a token)", xscale="log")
     axes.legend()
     buffer = io.BytesIO()

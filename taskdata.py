@@ -104,7 +104,7 @@ def read_records(path, check):
             records.append(check(record))
         except (ValueError, RecursionError) as error:
             reason = "is not JSON" if isinstance(error, json.JSONDecodeError) else str(error)
-            raise UserError(f"{path} line {number}: {reason}; each line must have the schema of the Hugging Face data set") from None
+            raise UserError(f"{path} line {number}: {reason}; a line has the schema of the Hugging Face data set") from None
     if not records:
         raise UserError(f"{path}: has no records; fetch it again")
     return records
@@ -119,7 +119,8 @@ def local_task(name, config, folder, work):
             continue
         paths = sorted(Path(folder).glob(f"{name}.{config[f'{split}_split']}*.jsonl"))
         if len(paths) > 1:
-            raise UserError(f"--task-data={folder}: has several files for {name}, {' and '.join(p.name for p in paths)}; keep one")
+            files = " and ".join(path.name for path in paths)
+            raise UserError(f"--task-data={folder}: has several files for {name}, {files}; keep one")
         if paths:
             found[split] = paths[0]
     if not found:

@@ -43,7 +43,7 @@ class RunFlags:
                 raise UserError(f"{folder}: no such folder; name a run folder that a trainer of this project wrote")
             for name in ("config.json", "model.safetensors"):
                 if not (folder / name).is_file():
-                    raise UserError(f"{folder}: is a run folder without {name}; train it to its first checkpoint, or name another")
+                    raise UserError(f"{folder}: has no {name}; name a run folder, trained to its first checkpoint at least")
         doubled = {folder for folder in folders if folders.count(folder) > 1}
         if doubled:
             raise UserError(f"{doubled.pop()}: is named twice; name each run once")

@@ -44,7 +44,7 @@ class Tasks(RunFlags):
 
     def check(self):
         require(self, "tasks", self.names(), "is empty; name some of lm-eval's tasks")
-        require(self, "task_data", not self.task_data or os.path.isdir(self.task_data), "no such folder; name one, or leave it out")
+        require(self, "task_data", not self.task_data or os.path.isdir(self.task_data), "no such folder; name another")
         for name in ("limit", "batch_size"):
             require(self, name, getattr(self, name) >= 0, "must be at least 0")
         require(self, "out", not os.path.isfile(self.out), "is a file; name a folder")
