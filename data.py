@@ -7,6 +7,7 @@
 
 What a user can get wrong raises `flags.UserError` with one line that names it and says what to do.
 """
+import contextlib
 import hashlib
 import os
 import shutil
@@ -98,6 +99,10 @@ def prepare_folder(source: Source, tokenizer: Tokenizer, splits: tuple[str, ...]
         return folder
     print(f"tokenising {source.name} into {folder} (once)", flush=True)
     unfinished = folder.with_name(f"{folder.name}.unfinished-{uuid.uuid4().hex[:8]}")
+    for other in cache_dir.glob("*.unfinished-*"):  # by processes that were killed, if nothing has been added for a day
+        with contextlib.suppress(OSError):  # another process may be doing the same
+            if time.time() - other.stat().st_mtime > 86400:
+                shutil.rmtree(other)
     try:
         unfinished.mkdir(parents=True)
         write_folder(unfinished, source, tokenizer, splits, shard_tokens)
