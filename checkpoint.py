@@ -152,6 +152,7 @@ def load_checkpoint(folder):
                 if sum(part.file_size for part in parts.infolist()) > len(content):
                     raise ValueError("larger inside than outside")
             state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            state["random"]["cpu"], state["scorer_start"], state["seconds"] + 0.0  # what the caller reads besides `restore`
             return int(state["step"]), state, complaints
         except Exception as error:  # whatever a foreign file makes torch.load raise: it is refused, with its reason
             complaints.append(f"{path}: is not a checkpoint of this program ({type(error).__name__})")
@@ -164,13 +165,13 @@ def load_checkpoint(folder):
 
 def restore(model, optimizer, state, where):
     """Give model and optimiser what a checkpoint holds of them. Raises UserError where they do not fit each other."""
-    load_weights(model, state["model"], where)
     try:
+        load_weights(model, state["model"], where)
         optimizer.load_state_dict(state["optimizer"])
         for parameter, moments in optimizer.state.items():
             for name, moment in moments.items():
                 if moment.shape not in (parameter.shape, ()):
                     raise ValueError(f"{name} is {tuple(moment.shape)}, its parameter {tuple(parameter.shape)}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{where}: its optimiser state does not fit ({one_line(error)}); use the flags that it was trained "
-                        "with") from None
+        raise UserError(f"{where}: its weights or its optimiser state do not fit ({one_line(error)}); use the flags that it was "
+                        "trained with") from None

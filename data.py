@@ -194,7 +194,10 @@ class Corpus:
                 raise UserError(f"{path}: missing; {REBUILD}")
             if path.stat().st_size != shard["tokens"] * DTYPE.itemsize or file_sha256(path) != shard["sha256"]:
                 raise UserError(f"{path}: damaged, its size or checksum is not the manifest's; {REBUILD}")
-            self._open[path] = np.asarray(np.memmap(path, dtype=DTYPE, mode="r"))
+            tokens = np.asarray(np.memmap(path, dtype=DTYPE, mode="r"))
+            if tokens.max() >= self.tokenizer.vocab_size:
+                raise UserError(f"{path}: has token {tokens.max()}, beyond those of {self.tokenizer.name}; {REBUILD}")
+            self._open[path] = tokens
         return self._open[path]
 
     def _wait(self, split: str, number: int) -> dict:
