@@ -27,8 +27,8 @@ PAIRS = [(name, "plain") for name in SCORERS] + [("softmax", "sdpa"), ("temperat
 any_b = st.floats(-4, 4).map(lambda e: 10**e)  # 1e-4 .. 1e4
 any_n = st.floats(1, 64)
 any_shape = st.fixed_dictionaries(dict(
-    B=st.integers(1, 2), Hkv=st.integers(1, 2), groups=st.integers(1, 3), Q=st.integers(1, 6), K=st.sampled_from([1, 2, 3, 7, 40]),
-    D=st.sampled_from([1, 4, 16]), seed=st.integers(0, 2**32 - 1)))
+    B=st.integers(1, 2), Hkv=st.integers(1, 2), groups=st.integers(1, 3), Q=st.integers(1, 6),
+    K=st.sampled_from([1, 2, 3, 7, 40]), D=st.sampled_from([1, 4, 16]), seed=st.integers(0, 2**32 - 1)))
 any_options = st.fixed_dictionaries(dict(
     causal=st.booleans(), scale=st.sampled_from([None, 0.5, 1.0, 2.0]),
     mask=st.sampled_from(["none", "padding", "any", "one key", "nothing"])))
@@ -158,7 +158,8 @@ def compare(got, tensors, scorer, dtype, causal, mask, scale):
         dt = P * (dP + (P * dP).sum(-1, keepdim=True))
         dz = dt * slope + 1e-36  # below that float32 has fewer digits
         sums = lambda x: x.unflatten(1, (-1, groups)).sum(2)  # (B, H, K, D) -> (B, Hkv, K, D)
-        size = {"out": P @ v.abs(), "dq": scale * dz @ k.abs(), "dk": scale * sums(dz.mT @ q.abs()), "dv": sums(P.mT @ upstream.abs())}
+        size = {"out": P @ v.abs(), "dq": scale * dz @ k.abs(), "dk": scale * sums(dz.mT @ q.abs()),
+                "dv": sums(P.mT @ upstream.abs())}
         size |= {part: (dt * slope).sum((0, 2, 3)) for part, slope in parameters.items()}
         tiny = torch.finfo(dtype).smallest_normal
         for part, x in got.items():
@@ -178,7 +179,8 @@ def test_a_model_fed_the_worst_batches_stays_finite_or_says_that_it_is_not(name)
     def attack(kind, power, seed, dtype):
         torch.manual_seed(seed)
         T = 1 if kind == "one token" else 5
-        model = Transformer(ModelConfig(n_layer=2, n_head=2, n_kv_head=1, n_embd=8, n_ff=16, context=5, vocab_size=7, scorer=name))
+        model = Transformer(ModelConfig(n_layer=2, n_head=2, n_kv_head=1, n_embd=8, n_ff=16, context=5, vocab_size=7,
+                                        scorer=name))
         with torch.no_grad():
             model.blocks[0].attn.qkv.weight.mul_(10.0**power)
         x = torch.full((2, T), 3) if kind == "all the same" else torch.randint(7, (2, T))
