@@ -81,16 +81,20 @@ class TornFile:
 
 
 class Undisturbed:
-    """A finished run of a program: its folder, result, moments (names in their order) and seconds."""
+    """A finished run of a program: its folder, result, moments (names in their order), seconds, and the sizes of the files that
+    it wrote, in rising order."""
 
     def __init__(self, program):
         self.program, self._folder = program, folder_for(program)
         self.folder = self._folder.__enter__()
+        read = set(self.folder.rglob("*"))
         report, start = Path(str(self.folder) + ".moments"), time.monotonic()
         program.run(self.folder, *program.again, before=Moments(report))
         self.seconds = time.monotonic() - start
         self.result, self.moments = program.result(self.folder), report.read_text(encoding="utf-8").splitlines()
         report.unlink()
+        written = [path.stat().st_size for path in set(self.folder.rglob("*")) - read if path.is_file()]
+        self.sizes = sorted({size for size in written if size > 500})
 
     def __enter__(self):
         return self
@@ -168,8 +172,7 @@ def long_form(program, kills, clock_kills, seed=0):
             second = [rng.randrange(len(undisturbed.moments) // 2)] if rng.random() < 0.3 else []
             records.append(killed_and_continued(undisturbed, moment, *second))
         by_clock = [killed_by_the_clock(undisturbed, rng.uniform(0, undisturbed.seconds)) for _ in range(clock_kills)]
-        sizes = sorted(path.stat().st_size for path in undisturbed.folder.rglob("*") if path.is_file())
-        full = [disk_full(undisturbed, size - 1) for size in sorted({s for s in sizes if s > 500})]
+        full = [disk_full(undisturbed, size - 1) for size in undisturbed.sizes]
     return {"moments of a run": Counter(undisturbed.moments), "kills": records, "kills by the clock": by_clock,
             "disk full": full}
 
