@@ -1,7 +1,11 @@
 """The shape of a model: one dataclass, checked when it is made, and the named shapes. No torch here, so that a wrong flag
 is answered before the seconds that importing torch takes."""
 
+import os
 from dataclasses import asdict, dataclass, field, fields
+
+# Beyond reason, and beyond what a file that someone else wrote may make this program spend.
+MOST_LAYERS, MOST = 1000, 10**7
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,10 @@ class ModelConfig:
         for name in ("n_layer", "n_head", "n_kv_head", "n_embd", "context"):
             self._require(getattr(self, name) >= 1, name, "must be at least 1")
         self._require(self.n_ff >= 0, "n_ff", "must be at least 0")
+        for name in ("n_layer", "n_head", "n_kv_head", "n_embd", "n_ff", "context", "vocab_size", "n_in", "n_out"):
+            most = MOST_LAYERS if name == "n_layer" else MOST
+            self._require(type(getattr(self, name)) is int and getattr(self, name) <= most, name,
+                          f"must be a whole number, at most {most}")
         self._require(self.n_embd % self.n_head == 0, "n_head", f"does not divide n_embd={self.n_embd}; choose a divisor")
         self._require(self.n_head % self.n_kv_head == 0, "n_kv_head",
                       f"does not divide n_head={self.n_head}; choose a divisor")
@@ -62,6 +70,14 @@ class ModelConfig:
     def rotary_dim(self):
         return int(self.head_dim * self.rotary_fraction)
 
+    @property
+    def n_weights(self):
+        """Entries of all matrices: nearly all parameters."""
+        attention = self.n_embd * (2 * self.n_head + 2 * self.n_kv_head) * self.head_dim  # query, output; key, value
+        positions = self.context if self.positions == "learned" else 0
+        ends = self.vocab_size + positions + self.n_in + self.n_out
+        return self.n_layer * (attention + 2 * self.n_embd * self.n_ff) + ends * self.n_embd
+
     def to_dict(self):
         return asdict(self)
 
@@ -76,6 +92,11 @@ class ModelConfig:
             return cls(**values)
         except TypeError as error:
             raise ValueError(f"the model's config is incomplete or of a wrong type: {error}") from None
+
+
+def main_memory():
+    """Bytes of memory of this machine; 0 where the system does not tell."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
 
 
 # The published decoder follows Nemotron: squared ReLU, LayerNorm with weight 1 + w, rotary on half of each head, no biases.

@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from config import MODEL_PRESETS, ModelConfig  # noqa: F401  (imported from here by everyone who has torch anyway)
+from config import MODEL_PRESETS, ModelConfig, main_memory  # noqa: F401  (imported from here by everyone who has torch anyway)
 from ssa import make_scorer
 from ssa_flash import attend
 
@@ -132,10 +132,15 @@ class MaskedHead(nn.Module):
 
 
 class Transformer(nn.Module):
-    """See the top of the file. `config` is a ModelConfig; weights start as in GPT-2."""
+    """See the top of the file. `config` is a ModelConfig; weights start as in GPT-2.
+
+    Raises RuntimeError for a model larger than the machine's memory (instead of being killed by the system halfway).
+    """
 
     def __init__(self, config):
         super().__init__()
+        if 4 * config.n_weights > main_memory() > 0 and torch.get_default_device().type != "meta":
+            raise RuntimeError(f"{4 * config.n_weights / 2**30:,.0f} GB of weights, {main_memory() / 2**30:,.0f} GB of memory")
         self.config = config
         C = config.n_embd
         if config.vocab_size:
