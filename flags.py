@@ -11,13 +11,13 @@ import re
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal, get_args
 
 import tyro
 
 
 # Flags that may differ when a run is resumed, since they do not change what is trained.
-NOT_TRAINING = ("out", "resume", "overwrite", "data_timeout", "dry_run", "test_sequences", "jobs", "results")
+NOT_TRAINING = ("out", "resume", "overwrite", "data_timeout", "dry_run", "test_sequences", "jobs", "results", "export_hf")
 
 
 class UserError(Exception):
@@ -92,6 +92,8 @@ class SharedFlags:
     """replace the run in --out"""
     init_from: str = ""
     """start from the weights of this run folder"""
+
+    typical_length: ClassVar[int] = 0  # tokens of a usual sequence, where those are far shorter than the context
 
     def check(self):
         """Raise UserError for a value that cannot work."""
@@ -202,8 +204,7 @@ def _with_preset(Config, presets, default_preset, argv):
 def _resumed(Config, out, argv):
     from files import read_json  # here, because files.py needs UserError from this file
     saved = read_json(Path(out) / "config.json", "restore it, or start anew with --overwrite")
-    known = {f.name for f in fields(Config)}
-    flags = {name: value for name, value in saved.get("flags", {}).items() if name in known}
+    flags = _checked(Config, saved, Path(out) / "config.json")
     before = replace(Config(), **{**flags, "resume": True, "overwrite": False})
     config = tyro_cli(Config, argv, before)
     if config.preset == "auto":
@@ -215,6 +216,20 @@ def _resumed(Config, out, argv):
             raise UserError(f"{flag(f.name)}={now}: the run in {out} was started with {flag(f.name)}={then}; leave the flag "
                             "out to continue it, or choose another --out")
     return config, saved
+
+
+def _checked(Config, saved, path):
+    """The flags in config.json that this version has. A checksum proves that a file is whole, not that it means well: so
+    every value must be of its flag's type."""
+    flags, given = {}, saved.get("flags")
+    for f in fields(Config):
+        if isinstance(given, dict) and f.name in given:
+            value = flags[f.name] = given[f.name]
+            same = type(value) is type(f.default) or {type(value), type(f.default)} == {int, float}
+            choices = get_args(f.type)
+            if not same or (choices and value not in choices):
+                raise UserError(f"{path}: {flag(f.name)}={value}: cannot be right; restore it, or start anew with --overwrite")
+    return flags
 
 
 def tyro_cli(Config, argv, default):

@@ -219,9 +219,9 @@ def finish(training, corpus):
     """Sample, loss curve and summary of a run that has reached its last step."""
     folder, flags, model, decisions = training.folder, training.flags, training.model, training.decisions
     lines = read_metrics(folder / "metrics.jsonl")
-    last = next((line for line in reversed(lines) if "val_loss" in line), None)
+    last = next((line for line in lines if "val_loss" in line and line["step"] == flags.steps), None)
     if last is None:
-        raise UserError(f"{folder / 'metrics.jsonl'}: its evaluations are lost; the weights are whole, so evaluate them, or "
+        raise UserError(f"{folder / 'metrics.jsonl'}: its last evaluation is lost; the weights are whole, so evaluate them, or "
                         "train anew with --overwrite")
     eot = torch.tensor([[corpus.tokenizer.eot]], device=decisions["device"])  # the sample begins as a document does
     tokens = model.generate(eot, flags.sample_tokens, temperature=0.8, top_k=50, n_tokens=corpus.tokenizer.vocab_size,
