@@ -4,6 +4,8 @@
     python eval.py tasks RUN[,RUN...] --tasks=arc_easy,boolq      zero-shot multiple choice through EleutherAI's lm-eval
     python eval.py lm-eval RUN --tasks lambada_openai --limit 50  lm-eval's own command line, with our model behind it
     python eval.py sample RUN --prompt="The "                     text
+    python eval.py zorro RUN[,RUN...] --sentences=DIR             grammar in the style of child-directed speech
+    python eval.py blimp RUN[,RUN...] --sentences=DIR             grammar, BLiMP's JSON lines
 
 RUN is a run folder of a trainer (config.json, model.safetensors). `python eval.py SUBCOMMAND --help` lists the flags.
 """
@@ -20,6 +22,8 @@ SUBCOMMANDS = {
     "perplexity": ("perplexity", "Perplexity"),
     "tasks": ("zeroshot", "Tasks"),
     "sample": ("sample", "Sample"),
+    "zorro": ("grammar", "Zorro"),
+    "blimp": ("grammar", "Blimp"),
 }
 
 
