@@ -284,14 +284,17 @@ class Corpus:
         return sum(np.bincount(self.tokens(split, start, min(start + step, n)), minlength=self.tokenizer.vocab_size)
                    for start in range(0, n, step))
 
-    def unigram_bits_per_byte(self, split: str) -> float:
-        """The baseline: every token predicted by its frequency in train (each count plus one; of planned files the first
-        tells enough), over the same targets as `eval_batches`: all tokens of the split but the first."""
+    def unigram_nats(self) -> np.ndarray:
+        """The baseline: -log p of every token by its frequency in train (each count plus one; of planned files the first
+        tells enough): float64 (vocab_size,)."""
         frequencies = self._counts("train", self.manifest.get("shard_tokens")) + 1
+        return -np.log(frequencies / frequencies.sum())
+
+    def unigram_bits_per_byte(self, split: str) -> float:
+        """The baseline over the same targets as `eval_batches`: all tokens of the split but the first."""
         targets = self._counts(split)
         targets[self.tokens(split, 0, 1)] -= 1
-        nats = -float(targets @ np.log(frequencies / frequencies.sum()))
-        return bits_per_byte(nats, int(targets @ self.tokenizer.byte_lengths))
+        return bits_per_byte(float(targets @ self.unigram_nats()), int(targets @ self.tokenizer.byte_lengths))
 
 
 if __name__ == "__main__":  # python data.py NAME ...

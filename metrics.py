@@ -69,7 +69,7 @@ def read_metrics(path):
     return lines
 
 
-def plot_loss(folder, baseline=None):
+def plot_loss(folder, baseline=None, ylabel="loss (nats a token)"):
     """loss.png from metrics.jsonl: training loss of every step, evaluations, and the unigram baseline, in nats a token."""
     import matplotlib
     matplotlib.use("Agg")  # no screen needed
@@ -85,7 +85,7 @@ def plot_loss(folder, baseline=None):
             axes.plot(*zip(*points), marker="o", ms=3, label=name)
     if baseline is not None:
         axes.axhline(baseline, color="grey", ls="--", lw=1, label="unigram baseline (val)")
-    axes.set(xlabel="step", ylabel="loss (nats a token)")
+    axes.set(xlabel="step", ylabel=ylabel)
     axes.legend()
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=120, format="png")

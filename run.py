@@ -29,7 +29,8 @@ from flags import UserError, fail, flag
 # the makers' data sheets. MFU is reported on these devices only.
 PEAK_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "4090": 165e12}
 
-RUN_FILES = ("config.json", "model.safetensors", "metrics.jsonl", "summary.json", "loss.png", "sample.txt")
+RUN_FILES = ("config.json", "model.safetensors", "metrics.jsonl", "summary.json", "loss.png", "sample.txt", "shift.json",
+             "tokenizer.json")
 
 
 # -------------------------------------------------------------------------------------------------------------- decisions
@@ -50,7 +51,7 @@ def decide(flags, model, saved=None, processes=1):
         torch.set_num_threads(decisions["threads"])
         return decisions
     decisions, reasons = {}, {}
-    decisions["device"], reasons["device"] = _pick_device(flags.device)
+    decisions["device"], reasons["device"] = pick_device(flags.device)
     if flags.threads:
         torch.set_num_threads(flags.threads)
     decisions["threads"], reasons["threads"] = torch.get_num_threads(), "--threads" if flags.threads else "PyTorch's choice"
@@ -79,7 +80,7 @@ def _require_device(device, remedy):
         raise UserError(f"--device={device}: this machine or this PyTorch has none; {remedy}")
 
 
-def _pick_device(wanted):
+def pick_device(wanted):
     if wanted != "auto":
         _require_device(wanted, "use --device=auto")
         return wanted, "--device"
@@ -104,7 +105,7 @@ def _pick_micro_batch(flags, model, device, processes):
     if flags.micro_batch:
         return flags.micro_batch, "--micro-batch"
     # About 16k tokens fill a GPU and 8k the caches and cores of a CPU; more only costs memory.
-    most = max(1, (16384 if device == "cuda" else 8192) // model.context)
+    most = max(1, (16384 if device == "cuda" else 8192) // (flags.typical_length or model.context))
     size = max(d for d in range(1, min(share, most) + 1) if share % d == 0)
     return size, f"{share // size} a step" if processes == 1 else f"{share // size} a step on each of {processes} processes"
 
@@ -119,7 +120,7 @@ def _pick_dtype(wanted, decisions, model):
 
     def operands(dtype):  # of the feed-forward product of this model
         return (torch.randn(shape, device=decisions["device"], dtype=dtype)
-                for shape in ((rows, model.n_embd), (model.n_embd, model.n_ff)))
+                for shape in ((rows, model.n_embd), (model.n_embd, model.n_ff or model.n_embd)))
 
     pairs = {dtype: tuple(operands(dtype)) for dtype in (torch.float32, torch.bfloat16)}
     times = {dtype: [] for dtype in pairs}

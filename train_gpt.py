@@ -17,11 +17,11 @@ import sys
 from dataclasses import dataclass
 
 from config import MODEL_PRESETS, ModelConfig
-from flags import SharedFlags, UserError, fail, parse, require
+from flags import TextFlags, UserError, fail, parse, require
 
 
 @dataclass
-class Flags(SharedFlags):
+class Flags(TextFlags):
     """Train a decoder-only language model with any attention scorer."""
 
     ood: str = ""

@@ -40,13 +40,14 @@ class Training:
 
     def __init__(self, flags, saved, processes, make_model, digest=None, schedule=run.learning_rate):
         self.flags, self.processes, self.schedule = flags, processes, schedule
+        data = f"--data={flags.data}" if digest else ""
         if saved and saved.get("data") != digest:
-            raise UserError(f"--data={flags.data}: the text or its tokens have changed since this run began; restore them, or "
-                            "start anew with another --out")
+            raise UserError(f"{data}: the text or its tokens have changed since this run began; restore them, or start anew "
+                            "with another --out")
         self.step, state, complaints = load_checkpoint(flags.out) if saved else (0, None, [])
         for complaint in complaints:
             print(f"warning: {complaint}; the checkpoint before it is used", file=sys.stderr)
-        processes.require_same(digest, f"--data={flags.data}: has another text here than on process 0; copy --cache-dir")
+        processes.require_same(digest, f"{data}: has another text here than on process 0; copy --cache-dir")
         processes.require_same(self.step, f"--out={flags.out}: has other checkpoints here than on process 0; use a shared "
                                "folder")
         self.model = self._make_model(make_model, fresh=state is None)

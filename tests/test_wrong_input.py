@@ -108,6 +108,49 @@ def test_wrong_input_gets_one_line_and_leaves_nothing(folder, script, flags, par
     assert not left and all(snapshot(folder)[name] == content for name, content in before.items())
 
 
+# The same for train_babyberta.py, with sentences.
+WRONG_SENTENCES = [
+    ("--data=", "--data=: name sentences"),
+    ("--data=nowhere.txt", "nowhere.txt: cannot be read"),
+    ("--data=sentences.txt,nowhere.txt", "nowhere.txt: cannot be read"),
+    ("--data=empty.txt", "empty.txt: has no sentence"),
+    ("--data=latin1.txt", "latin1.txt: not UTF-8 at byte 1"),
+    ("--data=long.txt", "no sentence is left of 1: 0 have fewer than 3 words, 1 more than 32 tokens"),
+    ("--data=short.txt", "no sentence is left of 1: 1 have fewer than 3 words"),
+    ("--ood=nowhere.txt", "nowhere.txt: cannot be read"),
+    ("--tokenizer=sentences.txt", "sentences.txt: is not a file of the library `tokenizers`"),
+    ("--tokenizer=nowhere.json", "nowhere.json: cannot be read"),
+    ("--tokenizer=bare.json", "bare.json: has no token <mask>"),
+    ("--vocab-size=10", "--vocab-size=10: must be between 300 and 65536"),
+    ("--order=random", "'random'"),
+    ("--leave-unmasked=1", "--leave-unmasked=1.0"),
+    ("--context=3", "--context=3: must be at least 4"),
+    ("--n-head=3", "--n-head=3: does not divide"),
+    ("--export-hf=hf", "--export-hf=hf: RobertaForMaskedLM computes softmax, not ssa"),
+    ("--import-hf=nowhere", "nowhere: cannot be read"),
+    ("--import-hf=nowhere --init-from=empty-folder", "--import-hf=nowhere: contradicts --init-from"),
+]
+
+
+@pytest.mark.parametrize("flags, part", WRONG_SENTENCES)
+def test_wrong_sentences_get_one_line_and_leave_nothing(folder, flags, part):
+    from tokenizers import Tokenizer, models
+
+    from test_babyberta import TINY as SMALL
+    from test_babyberta import speech
+    small = [flag for flag in SMALL if not flag.startswith("--tokenizer")] + ["--vocab-size=300"]
+    (folder / "sentences.txt").write_text("\n".join(speech(300)), encoding="utf-8")
+    (folder / "empty.txt").touch()
+    (folder / "empty-folder").mkdir()
+    (folder / "latin1.txt").write_bytes("déjà vu ici\n".encode("latin-1") * 100)
+    (folder / "long.txt").write_text("see the " * 5000, encoding="utf-8")
+    (folder / "short.txt").write_text("see .", encoding="utf-8")
+    Tokenizer(models.BPE()).save(str(folder / "bare.json"))
+    before = snapshot(folder)
+    refused(command("train_babyberta.py", *small, *flags.split(), cwd=folder, check=False), part)
+    assert snapshot(folder) == before
+
+
 def test_a_device_that_is_not_there_is_named(folder):
     refused(train(folder, "--device=cuda", check=False, fresh=True, CUDA_VISIBLE_DEVICES=""), "--device=cuda")
 
