@@ -5,7 +5,6 @@ keys are small whole numbers times a power of two, from 2^-112 to 2^112 together
 summation, and the paths may differ by the rounding of what follows it alone, however large the scores are.
 """
 
-import math
 import os
 
 import pytest
@@ -203,10 +202,10 @@ def test_a_model_fed_the_worst_batches_stays_finite_or_says_that_it_is_not(name)
 
 @pytest.mark.parametrize("name", SCORERS)
 def test_the_largest_numbers_as_continuous_inputs(name):
-    """Numbers in place of tokens: LayerNorm brings them to the same size, unless their squares overflow."""
+    """Numbers in place of tokens: LayerNorm brings them to one size. Where their squares overflow, NaN goes through to the loss,
+    at which a trainer stops, and nothing breaks on the way."""
     model = Transformer(ModelConfig(n_layer=1, n_head=2, n_kv_head=2, n_embd=8, n_ff=16, context=5, n_in=1, n_out=1, scorer=name,
                                     positions="learned"))
     for size in (0.0, 1e-30, 1.0, 1e18, torch.finfo(F32).max):
         outputs, _ = model(torch.full((1, 5, 1), size))
-        assert outputs.isfinite().all() == (size < 1e20) or outputs.isfinite().all(), size
-        assert math.isfinite(size)
+        assert outputs.isfinite().all() or size > 1e20, size
