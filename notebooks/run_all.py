@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from files import write_atomically  # noqa: E402
 
-AT_ONCE, CELL_SECONDS = 2, 300
+AT_ONCE, CELL_SECONDS = 2, 600
 
 
 def notebooks(beginnings=()):
