@@ -173,6 +173,9 @@ def table(rows, results, flags):
     text = "\n".join("  ".join([line[0].ljust(widths[0])] + [c.rjust(w) for c, w in zip(line[1:], widths[1:])]) for line in lines)
     notes = [f"{flags.name}, {seeds} seeds; mean and 95 % interval over seeds, differences paired by seed" if seeds > 1 else
              f"{flags.name}, one seed: no interval, and seeds differ more than scorers do"]
+    notes.append(f"{flags.test_sequences} sequences in a cell: chance alone moves a share of 10 % by "
+                 f"{196 * (0.09 / flags.test_sequences) ** 0.5:.1f} points" if percent else
+                 f"{flags.test_sequences} sequences in a cell")
     if not percent:
         notes.append("from the fourth point on; without thought: the best of zero, 3 nearest, averaging (least squares: 0)")
     if not all(row["trained"] for row in rows):
