@@ -42,16 +42,13 @@ def panels(rows, columns, width=3.2, height=2.7, **options):
                         squeeze=False, **options)
 
 
-def band(axes, x, runs, label, color):
-    """The mean of several curves (seeds, len(x)), and its interval where there are several."""
-    found = [t_interval(values) for values in zip(*runs)]
-    axes.plot(x, [i["mean"] for i in found], marker="o", ms=3, label=label, color=color)
+def band(axes, x, runs, label, number):
+    """The mean of several curves (seeds, len(x)), and its interval where there are several. number: of the line in its panel;
+    the first is the thickest, so that it shows below another that lies on it."""
+    found, color = [t_interval(values) for values in zip(*runs)], f"C{number}"
+    axes.plot(x, [i["mean"] for i in found], marker="o", ms=3, lw=max(1, 4 - 1.5 * number), label=label, color=color)
     if len(runs) > 1:
         axes.fill_between(x, [i["low"] for i in found], [i["high"] for i in found], alpha=0.15, color=color, lw=0)
-
-
-def colors(results):
-    return {scorer: f"C{i}" for i, scorer in enumerate(results)}
 
 
 def mean_grid(runs, cells_of, value_of, row, column):
@@ -89,19 +86,19 @@ def lengths(results):
                 ax.plot(columns.index(cell["sigma"]) + 0.35, rows.index(cell["length"]) + 0.35, "w.", ms=2)
         ax.set(title=scorer, xlabel="standard deviation of x", ylabel="length")
     constant = {cell["constant_true"] for cell in results[scorer][0]["lengths"] if cell["error"] is not None}
-    figure.colorbar(image, ax=axes, label=f"wrong, % (a constant: {100 * min(constant):.0f} or more)")
+    figure.colorbar(image, ax=axes, label=f"wrong, % (constant: {100 * min(constant):.0f})")
     return figure
 
 
 def deciders(results):
     figure, axes = panels(1, 3)
-    for scorer, color in colors(results).items():
+    for number, scorer in enumerate(results):
         tests = [run["deciders"] for run in results[scorer]]
         numbers = [cell["number"] for cell in tests[0]["by_number"]]
-        band(axes[0, 0], range(len(numbers)), [[100 * c["error"] for c in t["by_number"]] for t in tests], scorer, color)
+        band(axes[0, 0], range(len(numbers)), [[100 * c["error"] for c in t["by_number"]] for t in tests], scorer, number)
         for ax, part in ((axes[0, 1], "own"), (axes[0, 2], "last")):
             places = [cell["place"] for cell in tests[0]["by_place"]]
-            band(ax, places, [[100 * c[part] for c in t["by_place"]] for t in tests], scorer, color)
+            band(ax, places, [[100 * c[part] for c in t["by_place"]] for t in tests], scorer, number)
     axes[0, 0].set_xticks(range(len(numbers)), numbers)
     axes[0, 0].set(xlabel="deciding elements (0: a constant may be right)", ylabel="wrong at the last point, %")
     axes[0, 1].set(xlabel="place of a single decider", ylabel="wrong at the decider, %")
@@ -118,9 +115,9 @@ PARTS = {"before": ("before the outlier", 50), "own": ("at a harmless outlier", 
 def outlier(results):
     figure, axes = panels(1, len(PARTS), width=2.7, sharey=True)
     for ax, (part, (title, constant)) in zip(axes[0], PARTS.items()):
-        for scorer, color in colors(results).items():
+        for number, scorer in enumerate(results):
             runs = [[100 * e for e in run["outlier"]["summary"][part]] for run in results[scorer]]
-            band(ax, results[scorer][0]["outlier"]["magnitudes"], runs, scorer, color)
+            band(ax, results[scorer][0]["outlier"]["magnitudes"], runs, scorer, number)
         if constant:
             ax.axhline(constant, color="grey", ls="--", lw=1, label="a constant answer" if part == "own" else None)
         ax.set(title=title, xscale="log", xlabel="magnitude of the outlier", ylim=(-3, 103))
@@ -137,7 +134,7 @@ def interventions(results):
             tests = {"unchanged": [run["outlier"]["summary"] for run in runs]}
             tests |= {name: [run["interventions"][name]["outlier"] for run in runs] for name in runs[0]["interventions"]}
             for i, (name, found) in enumerate(tests.items()):
-                band(ax, runs[0]["outlier"]["magnitudes"], [[100 * e for e in one[part]] for one in found], name, f"C{i}")
+                band(ax, runs[0]["outlier"]["magnitudes"], [[100 * e for e in one[part]] for one in found], name, i)
             if part != "missed":
                 ax.axhline(50, color="grey", ls="--", lw=1)
             ax.set_title(f"{scorer}: {PARTS[part][0]}", fontsize=9)
@@ -170,10 +167,10 @@ def examples(results):
     wanted = ((1, 1), (3, 1), (1, 3), (10, 10))
     figure, axes = panels(1, len(wanted))
     for ax, (sigma_x, sigma_f) in zip(axes[0], wanted):
-        for scorer, color in colors(results).items():
+        for number, scorer in enumerate(results):
             runs = [cell for run in results[scorer] for cell in run["functions"]["by_examples"]
                     if (cell["sigma_x"], cell["sigma_f"]) == (sigma_x, sigma_f)]
-            band(ax, range(len(runs[0]["model"])), [run["model"] for run in runs], scorer, color)
+            band(ax, range(len(runs[0]["model"])), [run["model"] for run in runs], scorer, number)
         for name, style in (("zero", ":"), ("3 nearest", "--"), ("averaging", "-."), ("least squares", "-")):
             ax.plot(runs[0][name], color="grey", ls=style, lw=1, label=name)
         reached = results[scorer][0]["functions"]["trained"]

@@ -51,11 +51,13 @@ def test(model, flags):
 # --------------------------------------------------------------------------------------------------------------- answers
 
 @torch.no_grad()
-def answer(model, x, y, labels, rows=250):
-    """The model's outputs at every x, (B, T) float32, some rows at a time. Raises ValueError beyond the position table."""
+def answer(model, x, y, labels, tokens_at_once=2560):
+    """The model's outputs at every x, (B, T) float32, so many rows at a time as a CPU's caches hold (measured: twice as fast as
+    250 rows of 200 tokens). Raises ValueError beyond the position table."""
     training = model.training
     model.eval()
     device, tokens = next(model.parameters()).device, torch.from_numpy(icl_tasks.tokens(x, y, labels))
+    rows = max(1, tokens_at_once // tokens.size(1))
     outputs = [icl_tasks.at_x(model(part.to(device))[0], labels).float().cpu() for part in tokens.split(rows)]
     model.train(training)
     return torch.cat(outputs).numpy()

@@ -120,8 +120,10 @@ class Flags(SharedFlags):
             require(self, "compare", scorer in known, f"{scorer!r} is no scorer; choose among {', '.join(known)}")
         for name, values in (("compare", scorers), ("seeds", seeds)):
             require(self, name, len(set(values)) == len(values), "names one twice")
-        return [replace(self, scorer=scorer, seed=seed, labels=self.asked, compare="", seeds="", threads=self.threads or 1,
-                        out=f"{self.out}/{scorer}-s{seed}", **self._not_of(scorer)) for seed in seeds for scorer in scorers]
+        same = dict(compare="", seeds="", labels=self.asked, threads=self.threads or 1,
+                    micro_batch=self.micro_batch or self.batch_size)
+        return [replace(self, scorer=scorer, seed=seed, out=f"{self.out}/{scorer}-s{seed}", **same, **self._not_of(scorer))
+                for seed in seeds for scorer in scorers]
 
     def _not_of(self, scorer):
         """Flags of other scorers, put back to their defaults."""

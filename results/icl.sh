@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# In-context learning: the runs behind results/icl. Seeds stated in advance: 0, 1 and, where there was time, 2.
+# In-context learning: the runs behind results/icl, their seeds stated in advance.
 #
 #     bash results/icl.sh             what was run
 #     bash results/icl.sh "mixed"     one of the lines below that were not run, by a word in it
@@ -32,3 +32,9 @@ if [ $# -eq 0 ]; then chosen=("${run[@]}"); else mapfile -t chosen < <(printf '%
 for flags in "${chosen[@]}"; do
     "${PYTHON:-python}" train_icl.py $flags --resume
 done
+if [ $# -eq 0 ]; then  # two small models for the notebooks
+    for scorer in ssa softmax; do
+        mkdir -p "results/icl/checkpoints/small-every-$scorer-s0"
+        cp "runs/train_icl-small-every-final/$scorer-s0/"{config.json,model.safetensors} "results/icl/checkpoints/small-every-$scorer-s0"
+    done
+fi

@@ -100,8 +100,9 @@ def test_a_comparison_trains_tests_and_prints_one_table(tmp_path):
     for scorer in ("ssa", "softmax"):
         config = read(tmp_path / "runs" / "train_icl-laptop-every-final" / f"{scorer}-s0" / "config.json")
         assert config["flags"]["ssa_b"] == (1.0 if scorer == "ssa" else 0.8) and config["flags"]["scorer"] == scorer
-    refused_again = train(tmp_path, "--compare=ssa,softmax", "--ssa-b=1", check=False)
-    assert refused_again.returncode == 2 and "holds a run already" in refused_again.stderr
+    again = train(tmp_path, "--compare=ssa", "--ssa-b=1", check=False)  # what a run has to say reaches the user
+    assert again.returncode == 2 and "holds a run already" in again.stderr and "Traceback" not in again.stderr
+    assert "ssa-s0: this run was complete" in train(tmp_path, "--compare=ssa", "--ssa-b=1", "--resume").stdout
 
 
 def test_differences_are_paired_by_seed():
