@@ -7,12 +7,14 @@
 
 What a user can get wrong raises `flags.UserError` with one line that names it and says what to do.
 """
+import contextlib
 import hashlib
 import os
 import shutil
 import time
 import uuid
 from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -26,15 +28,25 @@ from tokens import DTYPE, FORMAT, REBUILD, Tokenizer, bits_per_byte, get_tokeniz
 
 # ---- Preparation: text -> token files -------------------------------------------------------------------------------
 
+FEW = 100  # documents, of which a draw of one in ten might hold out none
+
+
 def split_documents(source: Source, splits: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """(split, text) pairs. About one document in ten, by the hash of its id, is held out as val; of a single .txt it is
-    the last tenth of the characters, as in nanoGPT. Where only one split is wanted it gets everything."""
-    for doc_id, text in source.documents():
+    """(split, text) pairs. About one document in ten, by the hash of its id, is held out as val; of a few documents it is
+    the tenth with the lowest hashes, and of a single one the last tenth of the characters, as in nanoGPT. Where only one
+    split is wanted it gets everything."""
+    documents = source.documents()
+    few = list(islice(documents, FEW))
+    distinct = sorted(set(few), key=lambda document: sha256(document[0].encode("utf-8")))
+    held_out = distinct[: max(1, len(distinct) // 10)]
+    for doc_id, text in chain(few, documents):
         if len(splits) == 1:
             yield splits[0], text
-        elif source.one_text:
+        elif source.one_text or len(few) == 1:
             cut = int(0.9 * len(text))
             yield from (("train", text[:cut]), ("val", text[cut:]))
+        elif len(few) < FEW:
+            yield "val" if (doc_id, text) in held_out else "train", text
         else:
             yield "val" if is_held_out(doc_id) else "train", text
 
@@ -72,7 +84,7 @@ def write_folder(folder: Path, source: Source, tokenizer: Tokenizer, splits: tup
             flush(split)
         if sum(shard["tokens"] for shard in entries[split]["shards"]) < 2:
             raise UserError(f"{source.name}: too little text, its {split} split has {entries[split]['documents']} "
-                            "documents; give more (about one document in ten goes to val)")
+                            "documents; give more (about one document in ten, but at least one, goes to val)")
     write_json(folder / "manifest.json", {
         "format": FORMAT, "name": source.name, "python": source.python, "tokenizer": tokenizer.name,
         "vocab_size": tokenizer.vocab_size, "dtype": DTYPE.name, "splits": entries})
@@ -87,6 +99,10 @@ def prepare_folder(source: Source, tokenizer: Tokenizer, splits: tuple[str, ...]
         return folder
     print(f"tokenising {source.name} into {folder} (once)", flush=True)
     unfinished = folder.with_name(f"{folder.name}.unfinished-{uuid.uuid4().hex[:8]}")
+    for other in cache_dir.glob("*.unfinished-*"):  # by processes that were killed, if nothing has been added for a day
+        with contextlib.suppress(OSError):  # another process may be doing the same
+            if time.time() - other.stat().st_mtime > 86400:
+                shutil.rmtree(other)
     try:
         unfinished.mkdir(parents=True)
         write_folder(unfinished, source, tokenizer, splits, shard_tokens)
@@ -178,7 +194,10 @@ class Corpus:
                 raise UserError(f"{path}: missing; {REBUILD}")
             if path.stat().st_size != shard["tokens"] * DTYPE.itemsize or file_sha256(path) != shard["sha256"]:
                 raise UserError(f"{path}: damaged, its size or checksum is not the manifest's; {REBUILD}")
-            self._open[path] = np.asarray(np.memmap(path, dtype=DTYPE, mode="r"))
+            tokens = np.asarray(np.memmap(path, dtype=DTYPE, mode="r"))
+            if tokens.max() >= self.tokenizer.vocab_size:
+                raise UserError(f"{path}: has token {tokens.max()}, beyond those of {self.tokenizer.name}; {REBUILD}")
+            self._open[path] = tokens
         return self._open[path]
 
     def _wait(self, split: str, number: int) -> dict:
@@ -265,14 +284,17 @@ class Corpus:
         return sum(np.bincount(self.tokens(split, start, min(start + step, n)), minlength=self.tokenizer.vocab_size)
                    for start in range(0, n, step))
 
-    def unigram_bits_per_byte(self, split: str) -> float:
-        """The baseline: every token predicted by its frequency in train (each count plus one; of planned files the first
-        tells enough), over the same targets as `eval_batches`: all tokens of the split but the first."""
+    def unigram_nats(self) -> np.ndarray:
+        """The baseline: -log p of every token by its frequency in train (each count plus one; of planned files the first
+        tells enough): float64 (vocab_size,)."""
         frequencies = self._counts("train", self.manifest.get("shard_tokens")) + 1
+        return -np.log(frequencies / frequencies.sum())
+
+    def unigram_bits_per_byte(self, split: str) -> float:
+        """The baseline over the same targets as `eval_batches`: all tokens of the split but the first."""
         targets = self._counts(split)
         targets[self.tokens(split, 0, 1)] -= 1
-        nats = -float(targets @ np.log(frequencies / frequencies.sum()))
-        return bits_per_byte(nats, int(targets @ self.tokenizer.byte_lengths))
+        return bits_per_byte(float(targets @ self.unigram_nats()), int(targets @ self.tokenizer.byte_lengths))
 
 
 if __name__ == "__main__":  # python data.py NAME ...

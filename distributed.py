@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from files import one_line, sha256
-from flags import UserError
+from flags import UserError, fail
 
 # Until the first step, processes may wait for each other while one of them downloads and tokenises. From then on they are
 # in step: one from which nothing is heard for so long is gone, and the others end within a minute.
@@ -122,3 +122,19 @@ def end_after_loss(error):
     while time.monotonic() < deadline and signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:  # see run.Interrupted
         time.sleep(0.1)
     sys.exit(1)
+
+
+@contextlib.contextmanager
+def errors_in_one_line():
+    """Around a trainer's main(): what a user can cause ends the program with one line, anything else with its traceback."""
+    try:
+        yield
+    except UserError as error:
+        fail(error)
+    except BrokenPipeError:  # as in `python train_gpt.py | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that Python can flush what it still holds, and is quiet
+        fail("stdout was closed, so the run ends here; its last checkpoint is kept; start again with --resume", code=1)
+    except RuntimeError as error:
+        if not is_lost_connection(error):
+            raise
+        end_after_loss(error)

@@ -1,11 +1,9 @@
-"""What every trainer needs once: the decisions about this machine, the run folder, the optimiser, signals, metrics.
+"""What every trainer needs once: the decisions about this machine, the run folder, the optimiser, signals.
 
 Decisions (device, dtype, threads, micro-batch, compile, path) are taken once, printed a line each, written to config.json,
 and reused when the run is resumed, so that a resumed run computes what the undisturbed one would have.
 """
 
-import io
-import json
 import math
 import os
 import platform
@@ -24,14 +22,15 @@ import torch
 
 import ssa_cpu
 import ssa_flash
-from files import sha256, write_atomically, write_json
-from flags import UserError, flag
+from files import sha256, write_json
+from flags import UserError, fail, flag
 
 # Dense bf16 (and TF32 as PyTorch uses it for float32: not set here, so float32 has no entry) matrix peaks in FLOP/s, from
 # the makers' data sheets. MFU is reported on these devices only.
 PEAK_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "4090": 165e12}
 
-RUN_FILES = ("config.json", "model.safetensors", "metrics.jsonl", "summary.json", "loss.png", "sample.txt")
+RUN_FILES = ("config.json", "model.safetensors", "metrics.jsonl", "summary.json", "loss.png", "sample.txt", "shift.json",
+             "tokenizer.json")
 
 
 # -------------------------------------------------------------------------------------------------------------- decisions
@@ -42,8 +41,9 @@ def decide(flags, model, saved=None, processes=1):
 
     Raises UserError where a flag asks for what this machine cannot do.
     """
-    if saved:
+    if saved is not None:
         decisions = dict(saved)
+        _require_known(decisions, f"{flags.out}/config.json")
         _require_device(decisions["device"], "the run was started on it; resume it there")
         share = share_of_batch(flags, processes)
         decisions["micro_batch"] = math.gcd(decisions["micro_batch"], share)  # the run may have had another number of processes
@@ -51,7 +51,7 @@ def decide(flags, model, saved=None, processes=1):
         torch.set_num_threads(decisions["threads"])
         return decisions
     decisions, reasons = {}, {}
-    decisions["device"], reasons["device"] = _pick_device(flags.device)
+    decisions["device"], reasons["device"] = pick_device(flags.device)
     if flags.threads:
         torch.set_num_threads(flags.threads)
     decisions["threads"], reasons["threads"] = torch.get_num_threads(), "--threads" if flags.threads else "PyTorch's choice"
@@ -64,13 +64,23 @@ def decide(flags, model, saved=None, processes=1):
     return decisions
 
 
+def _require_known(decisions, path):
+    """Raise UserError for decisions that this program does not take."""
+    choices = {"device": ("cpu", "cuda", "mps"), "dtype": ("float32", "bfloat16"), "path": ssa_flash.PATHS,
+               "compile": ("off", "on"), "threads": range(1, 1025), "micro_batch": range(1, 10**6 + 1)}
+    for name, known in choices.items():
+        if decisions.get(name) not in known:
+            raise UserError(f"{path}: {name} {decisions.get(name)!r}: cannot be right; restore it, or start anew with "
+                            "--overwrite")
+
+
 def _require_device(device, remedy):
     available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if not available[device]:
         raise UserError(f"--device={device}: this machine or this PyTorch has none; {remedy}")
 
 
-def _pick_device(wanted):
+def pick_device(wanted):
     if wanted != "auto":
         _require_device(wanted, "use --device=auto")
         return wanted, "--device"
@@ -95,7 +105,7 @@ def _pick_micro_batch(flags, model, device, processes):
     if flags.micro_batch:
         return flags.micro_batch, "--micro-batch"
     # About 16k tokens fill a GPU and 8k the caches and cores of a CPU; more only costs memory.
-    most = max(1, (16384 if device == "cuda" else 8192) // model.context)
+    most = max(1, (16384 if device == "cuda" else 8192) // (flags.typical_length or model.context))
     size = max(d for d in range(1, min(share, most) + 1) if share % d == 0)
     return size, f"{share // size} a step" if processes == 1 else f"{share // size} a step on each of {processes} processes"
 
@@ -110,7 +120,7 @@ def _pick_dtype(wanted, decisions, model):
 
     def operands(dtype):  # of the feed-forward product of this model
         return (torch.randn(shape, device=decisions["device"], dtype=dtype)
-                for shape in ((rows, model.n_embd), (model.n_embd, model.n_ff)))
+                for shape in ((rows, model.n_embd), (model.n_embd, model.n_ff or model.n_embd)))
 
     pairs = {dtype: tuple(operands(dtype)) for dtype in (torch.float32, torch.bfloat16)}
     times = {dtype: [] for dtype in pairs}
@@ -195,25 +205,28 @@ def open_run(flags, saved):
     While this process lives no other one may train in it."""
     folder = Path(flags.out)
     _lock(folder)
-    if saved:
-        for stale in folder.glob(".*.tmp"):  # what a kill left half written
-            stale.unlink(missing_ok=True)
-        return folder
     try:
         if folder.exists() and not folder.is_dir():
             raise UserError(f"--out={flags.out}: is a file; name a folder")
-        content = [p.name for p in folder.iterdir()] if folder.exists() else []
-        ours = [name for name in content if name in RUN_FILES or re.fullmatch(r"resume-\d+\.pt(\.sha256)?", name)]
+        content = {p.name for p in folder.iterdir()} if folder.exists() else set()
+        ours = {name for name in content
+                if name in RUN_FILES or re.fullmatch(r"resume-\d+\.pt(\.sha256)?|\..+\.\d+\.tmp", name)}
+        half_written = {name for name in ours if name.endswith(".tmp")}  # by a process that was killed
         # Others write a config.json too; every run of ours begins with its metrics.
-        if content and "metrics.jsonl" not in ours:
+        if content and not saved and "metrics.jsonl" not in ours:
             raise UserError(f"--out={flags.out}: is not empty and not a run folder; choose another folder")
-        if content and not flags.overwrite:
-            raise UserError(f"--out={flags.out}: holds a run already; continue it with --resume, replace it with --overwrite, "
-                            "or choose another folder")
-        for name in ours:
+        # Nothing but empty metrics: a process was killed before config.json was there, and nothing is lost.
+        begun = content and (content - half_written != {"metrics.jsonl"} or (folder / "metrics.jsonl").stat().st_size)
+        if begun and not saved and not flags.overwrite:
+            remedy = "continue it with --resume" if "config.json" in ours else "its config.json is gone; restore it"
+            raise UserError(f"--out={flags.out}: holds a run already; {remedy}, replace it with --overwrite, or choose another "
+                            "folder")
+        # The metrics go last: a folder without them is no longer one of ours.
+        for name in sorted(half_written if saved else ours, key=lambda name: name == "metrics.jsonl"):
             (folder / name).unlink()
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "metrics.jsonl").touch()
+        if not saved:
+            (folder / "metrics.jsonl").touch()
         return folder
     except OSError as error:
         raise UserError(f"--out={flags.out}: cannot be written ({error.strerror}); choose another folder") from None
@@ -226,6 +239,9 @@ def _lock(folder):
         lock.acquire()
     except filelock.Timeout:
         raise UserError(f"--out={folder}: another process is training in it; wait for it, or choose another folder") from None
+    except OSError as error:
+        raise UserError(f"--out={folder}: its lock {lock.lock_file} cannot be opened ({error.strerror}), perhaps another user's; "
+                        "remove that file, or name another folder for such files with TMPDIR") from None
     _locks.append(lock)  # held until this process ends, however it ends
 
 
@@ -236,6 +252,11 @@ def write_config(folder, flags, model, decisions, **more):
     """config.json: everything that made this run, enough to load its model and to repeat it."""
     write_json(folder / "config.json", dict(flags=asdict(flags), model=model.config.to_dict(), decisions=decisions,
                                             torch=torch.__version__, **more))
+
+
+def resume_command(flags):
+    """The command that continues this run."""
+    return shlex.join(["python", sys.argv[0], f"{flag('out')}={flags.out}", "--resume"])
 
 
 # --------------------------------------------------------------------------------------------------------------- optimiser
@@ -326,75 +347,7 @@ class Interrupted:
     def __bool__(self):
         return self.signal is not None
 
-
-# ---------------------------------------------------------------------------------------------------------------- metrics
-
-class Metrics:
-    """metrics.jsonl, one JSON object a line; opened at a step, the lines after it (of a run that was killed) are cut off."""
-
-    def __init__(self, folder, step, process=0):
-        self.path = folder / "metrics.jsonl"
-        if process:  # process 0 of the run writes them
-            self.file = open(os.devnull, "w", encoding="utf-8")
-            return
-        kept = [line for line in read_metrics(self.path) if line["step"] <= step] if step else []
-        if step and (not kept or kept[-1]["step"] < step):
-            print(f"warning: {self.path}: damaged or cut short; its lines after step {kept[-1]['step'] if kept else 0} are "
-                  "lost", file=sys.stderr)
-        write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept).encode("utf-8"))
-        self.file = open(self.path, "a", encoding="utf-8")
-
-    def write(self, **values):
-        try:
-            self.file.write(json.dumps(values) + "\n")
-            self.file.flush()
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot be written ({error.strerror}); free some space, then --resume") from None
-
-    def sync(self):
-        """Put the lines on disk; called before a checkpoint, which must never be ahead of them."""
-        os.fsync(self.file.fileno())
-
-
-def read_metrics(path):
-    """The whole lines of a metrics.jsonl; a last line that a kill cut short is left out, and nothing after it is read."""
-    lines = []
-    if path.exists():
-        for line in path.read_bytes().splitlines(keepends=True):
-            try:
-                values = json.loads(line)
-            except ValueError:
-                break
-            if not line.endswith(b"\n") or not isinstance(values, dict) or "step" not in values:
-                break
-            lines.append(values)
-    return lines
-
-
-def plot_loss(folder, baseline=None):
-    """loss.png from metrics.jsonl: training loss of every step, evaluations, and the unigram baseline, in nats a token."""
-    import matplotlib
-    matplotlib.use("Agg")  # no screen needed
-    import matplotlib.pyplot as plt
-
-    lines = read_metrics(folder / "metrics.jsonl")
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    steps = [m for m in lines if "loss" in m]
-    axes.plot([m["step"] for m in steps], [m["loss"] for m in steps], lw=0.6, alpha=0.6, label="training batch")
-    for name in ("val", "ood"):
-        points = [(m["step"], m[f"{name}_loss"]) for m in lines if f"{name}_loss" in m]
-        if points:
-            axes.plot(*zip(*points), marker="o", ms=3, label=name)
-    if baseline is not None:
-        axes.axhline(baseline, color="grey", ls="--", lw=1, label="unigram baseline (val)")
-    axes.set(xlabel="step", ylabel="loss (nats a token)")
-    axes.legend()
-    buffer = io.BytesIO()
-    figure.savefig(buffer, dpi=120, format="png")
-    plt.close(figure)
-    write_atomically(folder / "loss.png", buffer.getvalue())
-
-
-def resume_command(flags):
-    """The command that continues this run."""
-    return shlex.join(["python", sys.argv[0], f"{flag('out')}={flags.out}", "--resume"])
+    def end_at_once(self, line):
+        """From now on, where there is no next step, a signal ends the program with this line."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: fail(line, code=130))

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import re
+import sys
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator
@@ -54,12 +55,34 @@ def read_txt(path: Path) -> Documents:
     yield document(str(path), decode_utf8(path.read_bytes(), str(path)).replace("\r\n", "\n").replace("\r", "\n"))
 
 
+def filled(path: Path, records: Iterator[tuple[str, object, object]]) -> Documents:
+    """Documents of (where, text, id) records. Large corpora have a few empty texts: left out, and counted on stderr."""
+    empty = 0
+    for where, text, doc_id in records:
+        if isinstance(text, str) and not text.strip():
+            empty += 1
+        else:
+            yield document(where, text, doc_id)
+    if empty:
+        print(f"note: {path}: {empty} empty texts left out", file=sys.stderr)
+
+
 def read_jsonl(path: Path) -> Documents:
     """A JSON object a line with `text`, perhaps `id`; blank lines are skipped; .gz is unpacked."""
+    return filled(path, jsonl_records(path))
+
+
+LONGEST_LINE = 32 * 2**20  # bytes of JSON: more than any book; a line takes some ten times as much memory, a .gz unpacks
+
+
+def jsonl_records(path: Path) -> Iterator[tuple[str, object, object]]:
+    """(where, text, id) of every line."""
     offset = 0
-    with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as lines:
-        for number, raw in enumerate(lines, 1):
+    with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as file:
+        for number, raw in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), 1):
             where = f"{path} line {number}"
+            if len(raw) > LONGEST_LINE:
+                raise UserError(f"{where}: longer than {LONGEST_LINE:,} bytes; cut this document into several")
             line, offset = decode_utf8(raw, where, offset).strip(), offset + len(raw)
             if not line:
                 continue
@@ -69,7 +92,7 @@ def read_jsonl(path: Path) -> Documents:
                 raise UserError(f"{where}: broken JSON ({one_line(error)}); correct this line") from None
             if not isinstance(record, dict) or "text" not in record:
                 raise UserError(f"{where}: no field `text`; each line must be an object that has one")
-            yield document(where, record["text"], record.get("id"))
+            yield where, record["text"], record.get("id")
 
 
 def parquet_rows(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, dict]]:
@@ -95,8 +118,7 @@ def parquet_rows(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, di
 
 def read_parquet(path: Path) -> Documents:
     """Column `text`, perhaps `id`."""
-    for where, row in parquet_rows(path, ("text", "id")):
-        yield document(where, row["text"], row.get("id"))
+    return filled(path, ((where, row["text"], row.get("id")) for where, row in parquet_rows(path, ("text", "id"))))
 
 
 READERS = {".txt": read_txt, ".jsonl": read_jsonl, ".jsonl.gz": read_jsonl, ".parquet": read_parquet}

@@ -17,11 +17,11 @@ import sys
 from dataclasses import dataclass
 
 from config import MODEL_PRESETS, ModelConfig
-from flags import SharedFlags, UserError, fail, parse, require
+from flags import TextFlags, UserError, fail, parse, require
 
 
 @dataclass
-class Flags(SharedFlags):
+class Flags(TextFlags):
     """Train a decoder-only language model with any attention scorer."""
 
     ood: str = ""
@@ -105,19 +105,18 @@ import math
 import statistics
 import time
 from itertools import islice
-from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 import estimate
 import run
-from checkpoint import load_checkpoint, load_tensors, load_weights, restore, save_checkpoint
 from data import bits_per_byte, prepare
-from distributed import Processes, end_after_loss, is_lost_connection
-from files import one_line, read_json, write_atomically, write_json
+from distributed import Processes, errors_in_one_line
+from files import write_atomically, write_json
+from metrics import last_evaluation, plot_loss, read_metrics
 from model import Transformer
 from tokens import VOCAB_SIZES
+from training import Training
 
 
 def main(flags, saved):
@@ -128,112 +127,45 @@ def main(flags, saved):
         vocab_size = padded(VOCAB_SIZES[flags.tokenizer])
         return estimate.report(flags, flags.model_config(vocab_size), processes.count)
 
-    # Text, and the last checkpoint if this run had one.
     with processes.one_at_a_time(flags.cache_dir):
         corpus = prepare(flags.data, flags.tokenizer, flags.cache_dir, flags.ood or "none", timeout=flags.data_timeout)
-    if saved and saved["data"] != corpus.digest:
-        raise UserError(f"--data={flags.data}: the text or its tokens have changed since this run began; restore them, or "
-                        "start anew with another --out")
     corpus.batch(flags.seed, 0, range(1), 1, flags.context)  # refuses a text shorter than a window, before anything is made
-    step, state, complaints = load_checkpoint(flags.out) if saved else (0, None, [])
-    for complaint in complaints:
-        print(f"warning: {complaint}; the checkpoint before it is used", file=sys.stderr)
-    processes.require_same(corpus.digest, f"--data={flags.data}: has another text here than on process 0; copy --cache-dir")
-    processes.require_same(step, f"--out={flags.out}: has other checkpoints here than on process 0; use a shared folder")
 
-    # Model, and the decisions about this machine.
-    model = make_model(flags, corpus.tokenizer, fresh=state is None)
+    unigram_bpb = corpus.unigram_bits_per_byte("val")  # takes a while on large corpora: before the processes are in step
+    config = flags.model_config(padded(corpus.tokenizer.vocab_size))
+    training = Training(flags, saved, processes, lambda: Transformer(config), corpus.digest)
+    model, decisions, metrics, device = training.model, training.decisions, training.metrics, training.device
     print(f"parameters: {model.n_parameters():,}; training tokens: {corpus.n_tokens('train'):,}")
-    decisions = processes.from_first(run.decide(flags, model, saved and saved["decisions"], processes.count))
-    if not model.scorers()[0].trains_qk:
-        print(f"note: {flags.scorer} gives no gradient to queries and keys, which stay as initialised")
-    folder = run.open_run(flags, saved) if processes.first else Path(flags.out)
-    if not saved and processes.first:
-        run.write_config(folder, flags, model, decisions, data=corpus.digest)
-    device, micro_batch = decisions["device"], decisions["micro_batch"]
+    peak = run.peak_flops(decisions)
 
-    # Optimiser; everything as it was after `step` updates.
-    optimizer = run.make_optimizer(model.to(device), flags)
-    scorer_start, seconds_before = run.scorer_values(model), 0.0
-    torch.manual_seed(flags.seed + 1)  # dropout's stream, whatever the initial weights have drawn
-    if state:
-        restore(model, optimizer, state, f"{flags.out}: checkpoint {step}")
-        run.set_random_state(state["random"], device)
-        scorer_start, seconds_before = state["scorer_start"], state["seconds"]
-        print(f"resumed after step {step}")
-    unigram_bpb = corpus.unigram_bits_per_byte("val")
-    processes.get_in_step()
-    metrics = run.Metrics(folder, step, processes.number)
-    eval_model, interrupted, peak = run.compiled(model, decisions), run.Interrupted(), run.peak_flops(decisions)
-    train_model, my_rows = processes.wrap(eval_model), processes.rows(flags.batch_size)
-    start, stop = time.perf_counter(), False
-    bar = tqdm(total=flags.steps, initial=step, unit="step", dynamic_ncols=True, disable=None if processes.first else True)
-
-    def save():
-        run.require_finite_weights(model, step)
-        if not processes.first:
-            return
-        metrics.sync()
-        save_checkpoint(folder, step, model, dict(
-            step=step, model=model.state_dict(), optimizer=optimizer.state_dict(), random=run.random_state(device),
-            scorer_start=scorer_start, seconds=seconds_before + time.perf_counter() - start))
-
-    while step < flags.steps and not stop:
-        step_start = time.perf_counter()
-        lr = run.learning_rate(step, flags)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+    while training.goes_on():
+        training.begin_step()
         loss = 0.0
-        if flags.dropout:
-            processes.seed_dropout(flags.seed, step)
-        for first in range(0, len(my_rows), micro_batch):
-            rows = my_rows[first : first + micro_batch]
-            x, y = corpus.batch(flags.seed, step, rows, flags.batch_size, flags.context)  # (micro_batch, context) each
-            if processes.many:  # gradients are added up in the last backward pass; DDP must know before the forward pass
-                train_model.require_backward_grad_sync = first + micro_batch == len(my_rows)
+        for rows in training.micro_batches():
+            x, y = corpus.batch(flags.seed, training.step, rows, flags.batch_size, flags.context)  # (rows, context) each
             with run.autocast(decisions):
-                _, part = train_model(x.to(device), y.to(device))
-            part = part * micro_batch / len(my_rows)  # every row has as many targets: the mean of means is the mean
+                _, part = training.forward(x.to(device), y.to(device))
+            part = part * len(rows) / len(training.rows)  # every row has as many targets: the mean of means is the mean
             part.backward()
             loss += part.detach()
-        if step == 0:
-            run.require_scorer_in_effect(model)
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), flags.clip).item()
-        # What the processes must agree on, in one exchange: the mean loss, and whether anyone was told to stop.
-        loss, stop = processes.sum(float(loss) / processes.count, bool(interrupted))
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            bar.close()
-            fail(f"step {step + 1}: the loss is {loss}, the gradient's norm {grad_norm}; stopped, the last checkpoint is "
-                 f"kept in {folder}; try a smaller --lr than {flags.lr}", code=1)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        step += 1
+        loss, grad_norm = training.end_step(loss)
 
-        tokens_per_s = flags.batch_size * flags.context / (time.perf_counter() - step_start)
-        metrics.write(step=step, loss=loss, lr=lr, grad_norm=grad_norm, tokens_per_s=round(tokens_per_s, 1))
+        tokens_per_s = flags.batch_size * flags.context / (time.perf_counter() - training.step_start)
+        metrics.write(step=training.step, loss=loss, lr=training.lr, grad_norm=grad_norm, tokens_per_s=round(tokens_per_s, 1))
         mfu = {"mfu": f"{model.flops_per_token() * tokens_per_s / peak / processes.count:.1%}"} if peak else {}
-        bar.set_postfix(loss=f"{loss:.3f}", tok_s=f"{tokens_per_s:,.0f}", **mfu, refresh=False)
-        bar.update()
-        if step % flags.eval_every == 0 or step == flags.steps:
+        training.bar.set_postfix(loss=f"{loss:.3f}", tok_s=f"{tokens_per_s:,.0f}", **mfu, refresh=False)
+        if training.due(flags.eval_every):
             result = {}
             for split in corpus.splits[1:]:  # val, and ood if there is one
-                tokens = None if step == flags.steps else flags.eval_tokens
-                result |= evaluate(eval_model, corpus, split, flags, decisions, tokens, processes)
-            metrics.write(step=step, **result, unigram_bpb=unigram_bpb, **run.scorer_values(model))
-            bar.write(report(step, flags, result, unigram_bpb), file=sys.stdout)
-        if step % flags.save_every == 0 or step == flags.steps or stop:
-            save()
-    bar.close()
-    processes.end()
+                tokens = None if training.step == flags.steps else flags.eval_tokens
+                result |= evaluate(training.eval_model, corpus, split, flags, decisions, tokens, processes)
+            metrics.write(step=training.step, **result, unigram_bpb=unigram_bpb, **run.scorer_values(model))
+            training.bar.write(report(training.step, flags, result, unigram_bpb), file=sys.stdout)
+        if training.due(flags.save_every) or training.stop:
+            training.save()
 
-    if not processes.first:
-        return
-    if step < flags.steps:
-        told = interrupted.signal or "a signal to another process"
-        print(f"{told}: saved after step {step}; continue with\n  {run.resume_command(flags)}")
-    else:
-        seconds = seconds_before + time.perf_counter() - start
-        finish(folder, flags, model, corpus, decisions, run.largest_change(scorer_start, run.scorer_values(model)), seconds)
+    if training.end():
+        finish(training, corpus)
 
 
 def first_line(flags, saved):
@@ -250,22 +182,6 @@ def first_line(flags, saved):
 def padded(vocab_size):
     """Rounded up to a multiple of 64, which matrix units like."""
     return -(-vocab_size // 64) * 64
-
-
-def make_model(flags, tokenizer, fresh):
-    """The Transformer that the flags ask for: weights random by --seed, or (if fresh) those of --init-from."""
-    torch.manual_seed(flags.seed)
-    try:
-        model = Transformer(flags.model_config(padded(tokenizer.vocab_size)))
-    except RuntimeError as error:
-        raise UserError(f"--n-embd={flags.n_embd} --n-layer={flags.n_layer}: the model does not fit into memory "
-                        f"({one_line(error)}); make it smaller") from None
-    if flags.init_from and fresh:
-        path = Path(flags.init_from) / "model.safetensors"
-        scorer = read_json(path.with_name("config.json"), "name a run folder of this program")["model"]["scorer"]
-        # The scalars of another scorer are of no use here: then ours start from the flags.
-        load_weights(model, load_tensors(path), path, skip=(".scorer.",) if scorer != flags.scorer else ())
-    return model
 
 
 @torch.no_grad()
@@ -299,13 +215,11 @@ def report(step, flags, result, unigram_bpb):
     return f"step {step}/{flags.steps}: {'; '.join(parts)} (unigram {unigram_bpb:.3f})"
 
 
-def finish(folder, flags, model, corpus, decisions, changes, seconds):
+def finish(training, corpus):
     """Sample, loss curve and summary of a run that has reached its last step."""
-    lines = run.read_metrics(folder / "metrics.jsonl")
-    last = next((line for line in reversed(lines) if "val_loss" in line), None)
-    if last is None:
-        raise UserError(f"{folder / 'metrics.jsonl'}: its evaluations are lost; the weights are whole, so evaluate them, or "
-                        "train anew with --overwrite")
+    folder, flags, model, decisions = training.folder, training.flags, training.model, training.decisions
+    lines = read_metrics(folder / "metrics.jsonl")
+    last = last_evaluation(lines, flags.steps, folder)
     eot = torch.tensor([[corpus.tokenizer.eot]], device=decisions["device"])  # the sample begins as a document does
     tokens = model.generate(eot, flags.sample_tokens, temperature=0.8, top_k=50, n_tokens=corpus.tokenizer.vocab_size,
                             generator=torch.Generator(decisions["device"]).manual_seed(flags.seed))
@@ -313,25 +227,19 @@ def finish(folder, flags, model, corpus, decisions, changes, seconds):
     print(f"a sample:\n{text}")
     write_atomically(folder / "sample.txt", text.encode("utf-8"))
     nats_per_bit_of_val = last["val_loss"] / last["val_bpb"]
-    run.plot_loss(folder, baseline=last["unigram_bpb"] * nats_per_bit_of_val)
+    plot_loss(folder, baseline=last["unigram_bpb"] * nats_per_bit_of_val)
     speeds = [line["tokens_per_s"] for line in lines if "tokens_per_s" in line]
     summary = dict(
         preset=flags.preset, scorer=flags.scorer, seed=flags.seed, path=decisions["path"], steps=flags.steps,
         val_loss=last["val_loss"], val_bpb=last["val_bpb"], ood_bpb=last.get("ood_bpb"),
         unigram_bpb=last["unigram_bpb"], tokens_per_s=statistics.median(speeds), parameters=model.n_parameters(),
-        seconds=round(seconds, 1), machine=run.machine(decisions["device"]), date=time.strftime("%Y-%m-%d"),
-        **{f"max_change_{name}": change for name, change in changes.items()})
+        seconds=round(training.seconds, 1), machine=run.machine(decisions["device"]), date=time.strftime("%Y-%m-%d"),
+        **training.scorer_changes())
     write_json(folder / "summary.json", summary)
     print(f"val {summary['val_bpb']:.3f} bits a byte, {summary['val_bpb'] / summary['unigram_bpb']:.0%} of the unigram "
           f"baseline's {summary['unigram_bpb']:.3f}; {summary['seconds']:.0f} s; everything is in {folder}")
 
 
 if __name__ == "__main__":
-    try:
+    with errors_in_one_line():
         main(flags, saved)
-    except UserError as error:
-        fail(error)
-    except RuntimeError as error:
-        if not is_lost_connection(error):
-            raise
-        end_after_loss(error)

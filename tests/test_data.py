@@ -145,8 +145,26 @@ def test_documents_stay_in_their_split_in_any_order_file_and_company(tmp_path):
         assert train <= again[0] and val <= again[1] and not again[0] & again[1]
 
 
+@pytest.mark.parametrize("n", [2, 3, 9, 31, 98])
+def test_of_a_few_documents_some_are_held_out_whatever_their_hashes(tmp_path, n):
+    for seed in range(5):
+        records = [{"text": text} for text in texts(n, seed=seed)]
+        corpora = [data.prepare(write_jsonl(tmp_path / f"{name}.jsonl", order), "bytes", tmp_path / "cache")
+                   for name, order in (("a", records), ("b", records[::-1] + records[:1]))]
+        train, val = split_texts(corpora[0])
+        assert len(val) == max(1, n // 10) and not train & val and len(train | val) == n
+        assert split_texts(corpora[1])[1] == val  # neither order nor a repetition matters
+
+
+def test_a_single_document_is_split_by_position(tmp_path):
+    text = " ".join(texts(30))
+    corpus = data.prepare(write_jsonl(tmp_path / "a.jsonl", [{"text": text}]), "bytes", tmp_path / "cache")
+    train, val = (BYTES.decode(corpus.tokens(split, 0, corpus.n_tokens(split)).tolist()[:-1]) for split in ("train", "val"))
+    assert train + val == text and len(train) == int(0.9 * len(text))
+
+
 @pytest.mark.parametrize("name, content, split", [
-    ("a.jsonl", b"", "train"), ("a.jsonl", b'{"text": "one only"}', "val"), ("a.txt", b"x", "train"),
+    ("a.jsonl", b"", "train"), ("a.txt", b"x", "train"),
     ("a.txt", b"xxx", "val")])
 def test_a_split_without_text_is_named(tmp_path, name, content, split):
     (tmp_path / name).write_bytes(content)

@@ -17,7 +17,7 @@ import pytest
 import conftest
 from checkpoint import load_run
 from conftest import ROOT, TINY, command
-from run import read_metrics
+from metrics import read_metrics
 
 SCRIPT = "train_gpt.py"
 # Six sequences on each of two processes, in micro-batches of three.
@@ -32,16 +32,16 @@ def free_port():
 
 
 class Run:
-    """`count` processes of train_gpt.py with what torchrun tells each of them, as forks of this one (see conftest.command)."""
+    """`count` processes of a trainer with what torchrun tells each of them, as forks of this one (see conftest.command)."""
 
-    def __init__(self, *flags, cwd, count=2, **env):
+    def __init__(self, *flags, cwd, count=2, script=SCRIPT, **env):
         self.count, self.outputs, self.children = count, [], []
         env = {**os.environ, "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **env}
         for number in range(count):
             out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
             child = os.fork()
             if child == 0:
-                conftest._run_script([str(ROOT / SCRIPT), *flags], cwd,
+                conftest._run_script([str(ROOT / script), *flags], cwd,
                                      {**env, "RANK": str(number), "LOCAL_RANK": str(number)}, out, err)
             self.children.append(child)
             self.outputs.append((out, err))

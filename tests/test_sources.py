@@ -47,12 +47,21 @@ def test_byte_order_mark_line_ends_and_blank_lines(tmp_path):
     assert [text for _, text in sources.documents(str(tmp_path / "b.jsonl"))] == ["a\r\nb", "c"]
 
 
+def test_records_with_empty_texts_are_left_out_and_counted(tmp_path, capfd):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": ""}\n{"text": "a"}\n{"text": " \\n"}\n{"text": "b"}')
+    assert [text for _, text in sources.documents(str(path))] == ["a", "b"]
+    assert capfd.readouterr().err == f"note: {path}: 2 empty texts left out\n"
+    rows = write_parquet(tmp_path / "a.parquet", text=["", "one"], id=["x", "y"])
+    assert list(sources.documents(rows)) == [("y", "one")]
+    assert "1 empty texts left out" in capfd.readouterr().err
+
+
 GOOD = b'{"text": "good"}\n'
 BAD_FILES = {
     "not UTF-8 in txt": ("a.txt", b"good \xff bad", ["a.txt", "not UTF-8 at byte 5"]),
     "not UTF-8 in jsonl": ("a.jsonl", GOOD + b'{"text": "\xc3("}', ["a.jsonl line 2", "not UTF-8 at byte 27"]),
     "empty txt": ("a.txt", b" \n", ["a.txt", "the text is empty"]),
-    "empty text": ("a.jsonl", GOOD * 2 + b'{"text": ""}', ["a.jsonl line 3", "the text is empty"]),
     "missing field": ("a.jsonl", GOOD + b'\n{"txt": "x"}', ["a.jsonl line 3", "no field `text`"]),
     "a list": ("a.jsonl", b'["text"]', ["a.jsonl line 1", "no field `text`"]),
     "null": ("a.jsonl", b"null", ["a.jsonl line 1", "no field `text`"]),
