@@ -14,31 +14,28 @@ import itertools
 import json
 import os
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
 import numpy as np
-from tyro.conf import Positional
 
 import mlm_data
 from files import read_json, sha256, write_json
 from flags import UserError, require
 from sources import decode_utf8
+from trained import RunFlags, provenance, result_folder
 
 TIE = 1e-5  # nats: scores nearer than this differ by rounding alone
 TRIGRAM = "trigram"
 
 
 @dataclass
-class Zorro:
+class Zorro(RunFlags):
     """Grammar probes in the style of child-directed speech: 23 paradigms of 2,000 pairs."""
 
     suite: ClassVar[str] = "zorro"
 
-    runs: Positional[str] = ""
-    """run folders of train_babyberta.py, commas between them"""
     sentences: str = ""
     """folder of the suite's files (downloaded if empty)"""
     scoring: Literal["holistic", "mlm", "both"] = "holistic"
@@ -53,21 +50,12 @@ class Zorro:
     """folder for downloads"""
     out: str = ""
     """folder for the results (empty: runs/<suite>-<runs>)"""
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """where to compute"""
-    threads: int = 0
-    """CPU threads (0: PyTorch's choice)"""
 
     def check(self):
         require(self, "limit", self.limit >= 0, "must be at least 0")
-        require(self, "threads", 0 <= self.threads <= 1024, "must be between 0 and 1024")
         require(self, "add_k", 0 < self.add_k <= 1000, "must be above 0 and at most 1000")
         require(self, "out", not os.path.isfile(self.out), "is a file; name a folder")
-        if not self.folders():
-            raise UserError("RUN: missing; name a run folder, such as runs/train_babyberta-laptop-ssa-s0")
-
-    def folders(self):
-        return [Path(name) for name in self.runs.split(",") if name]
+        super().check()
 
 
 @dataclass
@@ -153,7 +141,7 @@ def outcomes(score, paradigms):
 
 
 def score_runs(flags, paradigms):
-    """{(run's name, scoring): outcomes}, and what the results say of each run."""
+    """{(run's name, scoring): outcomes}, what the results say of each run, and the device."""
     import torch
     from tqdm import tqdm
 
@@ -174,9 +162,10 @@ def score_runs(flags, paradigms):
             with tqdm(total=n, desc=f"{name} {method}", unit="sentence", dynamic_ncols=True, disable=None) as bar:
                 def score(sentences, where):
                     ids = mlm_score.encode(tokenizer, sentences, model.config.context, where)
-                    return methods[method](model, tokenizer, ids, bar.update)
+                    with torch.autocast(device, torch.bfloat16, enabled=flags.dtype == "bfloat16"):
+                        return methods[method](model, tokenizer, ids, bar.update)
                 found[name, method] = outcomes(score, paradigms)
-    return found, about
+    return found, about, device
 
 
 def run_names(folders):
@@ -273,7 +262,7 @@ def joined(found, names, which=0):
     return np.concatenate([found[name][which] for name in names])
 
 
-def result(paradigms, found, about, flags):
+def result(paradigms, found, about, flags, device):
     """The whole result as a dict for JSON."""
     scored = []
     for (name, method), outcome in found.items():
@@ -289,8 +278,7 @@ def result(paradigms, found, about, flags):
             differences.append(dict(run=a[0], minus=b[0], scoring=a[1], **{k: both[k] for k in ("overall", "phenomena")}))
     text = "".join(s + "\n" for p in paradigms for pair in zip(p.bad, p.good) for s in pair)
     return dict(suite=flags.suite, pairs=sum(len(p.good) for p in paradigms), sentences_sha256=sha256(text.encode("utf-8")),
-                chance=0.5, add_k=flags.add_k, runs=about, results=scored, differences=differences,
-                command=" ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]), date=time.strftime("%Y-%m-%d"))
+                chance=0.5, runs=about, results=scored, differences=differences, **provenance(flags, device))
 
 
 def show(values):
@@ -321,15 +309,11 @@ def main(flags):
     if flags.threads:
         mlm_data.set_threads(flags.threads)
     paradigms = read_suite(flags)
-    found, about = score_runs(flags, paradigms)
+    found, about, device = score_runs(flags, paradigms)
     found |= trigram_outcomes(flags, paradigms)
-    values = result(paradigms, found, about, flags)
+    values = result(paradigms, found, about, flags, device)
     show(values)
-    folder = Path(flags.out) if flags.out else Path("runs") / f"{flags.suite}-{'-'.join(about)}"[:100].replace("/", "-")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out={folder}: cannot be made ({error.strerror}); choose another folder") from None
+    folder = result_folder(flags, flags.suite, *about)
     write_json(folder / f"{flags.suite}.json", values)
     from grammar_plot import bar_chart
     bar_chart(folder / f"{flags.suite}.png", values)

@@ -59,6 +59,9 @@ class LanguageModel(TemplateLM):
     def tok_encode(self, string, add_special_tokens=None, **kwargs):
         return self.run.tokenizer.document(string, end=False).tolist()
 
+    def loglikelihood(self, requests, disable_tqdm=False):
+        return super().loglikelihood(requests, disable_tqdm=True)  # the bar of score_windows is enough
+
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):
         """[((context, continuation), ids of the context, ids of the continuation)] -> [(log p, greedy)]; greedy: whether each
         token of the continuation is the likeliest."""

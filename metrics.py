@@ -69,6 +69,16 @@ def read_metrics(path):
     return lines
 
 
+def last_evaluation(lines, steps, folder):
+    """The evaluation after the last step, among the lines that `read_metrics` gave. Raises UserError where damage has taken it:
+    an earlier one in its place would be a lie."""
+    for line in reversed(lines):
+        if "val_loss" in line and line["step"] == steps:
+            return line
+    raise UserError(f"{folder / 'metrics.jsonl'}: its last evaluation is lost; the weights are whole, so evaluate them, or train "
+                    "anew with --overwrite")
+
+
 def plot_loss(folder, baseline=None, ylabel="loss (nats a token)"):
     """loss.png from metrics.jsonl: training loss of every step, evaluations, and the unigram baseline, in nats a token."""
     import matplotlib

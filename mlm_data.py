@@ -10,13 +10,14 @@ a sentence; of the masked ones 10 % become a random token and the rest the mask 
 (seed, step): whoever asks, and after whatever interruption, gets the same.
 
 Child-directed sentences have 5 to 70 tokens. Padding 16 of them to the longest doubles the work, sorting them into parts by
-length costs a pass over the weights for each part. So sentences share rows, the longest first, until a row is full; each
-attends to itself alone and counts its positions from its own start, which gives what computing it alone would.
+length costs a pass over the weights for each part. So sentences share rows (`pack`); each attends to itself alone and counts
+its positions from its own start, which gives what computing it alone would.
 
 What a user can get wrong raises `flags.UserError` with one line that names it and says what to do. No torch at import.
 """
 
 import csv
+import heapq
 import io
 import os
 import sys
@@ -129,7 +130,7 @@ class Sentences:
 
     def __init__(self, texts, tokenizer, longest, name="--data", min_words=MIN_WORDS):
         kept = [text for text in texts if len(text.split()) >= min_words]
-        self.tokenizer, self.too_short = tokenizer, len(texts) - len(kept)
+        self.tokenizer, self.longest, self.too_short = tokenizer, longest, len(texts) - len(kept)
         ids = [np.array(encoding.ids, dtype=np.int64) for encoding in tokenizer.encode_batch_fast(kept)]
         self.too_long = sum(len(i) > longest for i in ids)
         ids = [i for i in ids if len(i) <= longest]
@@ -160,20 +161,21 @@ class Sentences:
 class Batch:
     """Masked sentences end to end. inputs, targets: int64 (sum of lengths,), targets IGNORE where nothing is masked;
     lengths (B,); starts (B,): where each begins; n_masked: targets in the whole batch, by which the loss of every part of
-    it is divided, on whatever process that is computed."""
+    it is divided, on whatever process that is computed; widest: most tokens of a row."""
 
     inputs: np.ndarray
     targets: np.ndarray
     lengths: np.ndarray
     starts: np.ndarray
     n_masked: int
+    widest: int
 
     def packed(self, rows, pad):
         """The given sentences, several in a row: tensors inputs, targets and segments, int64 (R, T) each, what
         model.Transformer takes. segments number the sentences of a row from 1; 0 is what is left empty at its end."""
         lengths, starts = self.lengths[list(rows)], self.starts[list(rows)]
         source = np.arange(lengths.sum()) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
-        shape, goal, numbers = pack(lengths)
+        shape, goal, numbers = pack(lengths, self.widest)
         return fill(shape, goal, (self.inputs[source], pad), (self.targets[source], IGNORE), (numbers, 0))
 
 
@@ -186,28 +188,27 @@ def fill(shape, goal, *flat_and_empty):
     return tuple(map(torch.from_numpy, grids))
 
 
-def pack(lengths, least_width=32):
-    """Put sentences of these lengths (k,) into rows as wide as the longest one or least_width, the longest first, each into
-    the first row that has room.
+def pack(lengths, widest, usual_width=40):
+    """Put sentences of these lengths (k,), none above `widest`, into about as many rows of usual_width as hold them all: the
+    longest first, each into the row that is emptiest yet, so that the rows end nearly alike and little is left empty.
 
-    -> the shape (R, T); where each token of the sentences end to end goes, a pair of int64 (sum of lengths,); the number of
-    its sentence within the row, from 1 on, int64 (sum of lengths,).
+    -> the shape (R, T), T <= widest; where each token of the sentences end to end goes, a pair of int64 (sum of lengths,); the
+    number of its sentence within the row, from 1 on, int64 (sum of lengths,). On a CPU 40 was the fastest: wider rows compute
+    more scores between sentences, which the mask throws away.
     """
-    width = max(least_width, int(lengths.max()))
     row, place, number = (np.empty(len(lengths), dtype=np.int64) for _ in range(3))
-    used, count = [], []  # of every row: tokens, sentences
-    r, before = 0, 0
-    for i in np.argsort(-lengths, kind="stable").tolist():
-        length = int(lengths[i])
-        r, before = r if length == before else 0, length  # rows only fill up: where its equal did not fit it does not either
-        while r < len(used) and used[r] + length > width:
-            r += 1
-        if r == len(used):
-            used.append(0), count.append(0)
-        row[i], place[i], number[i] = r, used[r], count[r] + 1
-        used[r], count[r] = used[r] + length, count[r] + 1
+    order = np.argsort(-lengths, kind="stable").tolist()
+    n_rows, width = int(lengths.sum()) // max(usual_width, int(lengths.max())), widest + 1
+    while width > widest:
+        n_rows += 1
+        rows = [(0, r, 0) for r in range(n_rows)]  # a heap of (tokens, row, sentences)
+        for i in order:
+            used, r, count = rows[0]
+            row[i], place[i], number[i] = r, used, count + 1
+            heapq.heapreplace(rows, (used + int(lengths[i]), r, count + 1))
+        width = max(used for used, _, _ in rows)
     inner = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)  # place within the sentence
-    return (len(used), width), (np.repeat(row, lengths), np.repeat(place, lengths) + inner), np.repeat(number, lengths)
+    return (n_rows, width), (np.repeat(row, lengths), np.repeat(place, lengths) + inner), np.repeat(number, lengths)
 
 
 def pair_numbers(corpus, seed, numbers, order):
@@ -249,7 +250,7 @@ def mask_rows(corpus, chosen, seed, probability=0.15, random_part=0.1, leave_unm
     changed[masked & (draw >= random_part + leave_unmasked)] = corpus.special["mask"]
     at_random = masked & (draw < random_part)
     changed[at_random] = rng.choice(corpus.ordinary, at_random.sum())
-    return Batch(changed, np.where(masked, tokens, IGNORE), lengths, starts, int(masked.sum()))
+    return Batch(changed, np.where(masked, tokens, IGNORE), lengths, starts, int(masked.sum()), corpus.longest)
 
 
 def evaluation_batches(corpus, batch_size, most_tokens=None, patterns=1):

@@ -78,7 +78,7 @@ def cross_entropies(model, tokenizer, pairs, progress=None):
     sums = np.empty(len(pairs))
     for numbers in np.split(order, cuts):
         inputs, targets = (np.concatenate([pairs[i][side] for i in numbers]) for side in (0, 1))
-        shape, goal, segments = pack(lengths[numbers])
+        shape, goal, segments = pack(lengths[numbers], model.config.context)
         x, y, segments = (t.to(device) for t in fill(shape, goal, (inputs, pad), (targets, IGNORE), (segments, 0)))  # (R, T)
         logits, _ = model(x, y, segments=segments, at_targets=True)  # (N, V)
         chosen = y != IGNORE

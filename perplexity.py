@@ -53,8 +53,8 @@ class Perplexity(RunFlags):
     """read about so much text, from the beginning (0: all, but 10 MB of a large corpus)"""
     batch_size: int = 0
     """windows at once (0: what fits well)"""
-    cache_dir: str = "data"
-    """folder for downloads and tokenised text, as for the trainers"""
+    cache_dir: str = ""
+    """folder for downloads and tokenised text (empty: as in training)"""
     out: str = ""
     """folder for the results (empty: runs/perplexity-<data>-<runs>)"""
 
@@ -85,21 +85,23 @@ def choose_text(flags, runs):
     return data, "val" if seen else "all"
 
 
-def held_out_part(source, cache_dir):
+def held_out_part(source, cache_dirs):
     """The share of documents held out, the smallest that token files of this source were planned with: what is held out at
     a smaller share is so at a larger one."""
     parts = [0.01 if source.large else HELD_OUT]
     for tokenizer in VOCAB_SIZES:
-        folder = planned_folder(source, tokenizer, cache_dir)
-        if (folder / "manifest.json").exists():
-            parts.append(load_manifest(folder, ("val",))["held_out"])
+        for cache_dir in cache_dirs:
+            folder = planned_folder(source, tokenizer, cache_dir)
+            if (folder / "manifest.json").exists():
+                parts.append(load_manifest(folder, ("val",))["held_out"])
     return min(parts)
 
 
-def read_documents(data, split, cache_dir, max_bytes):
-    """[(id, text)] of a text; the last one is cut where max_bytes is reached. Raises UserError."""
-    source = find_source(data, cache_dir=cache_dir)
-    part = held_out_part(source, cache_dir)
+def read_documents(data, split, cache_dirs, max_bytes):
+    """[(id, text)] of a text; the last one is cut where max_bytes is reached. cache_dirs: downloads go to the first, plans of
+    token files are looked for in all. Raises UserError."""
+    source = find_source(data, cache_dir=cache_dirs[0])
+    part = held_out_part(source, cache_dirs) if split == "val" and not source.one_text else None
     room = max_bytes or (LARGE_BYTES if source.large else math.inf)
     chosen = []
     for doc_id, text in source.documents():
@@ -154,16 +156,22 @@ def position_edges(context):
     return [edge for edge in edges if edge < max(2, context)] + [context + 1]
 
 
-def measure(run, texts, flags, unigram_nats):
-    """A Measured of one run. texts: [(id, text)]; unigram_nats: (V,) of its baseline or None. Raises UserError."""
-    from scoring import score_windows, windows
-
+def window_of(run, flags):
+    """(context, stride) for one run. Raises UserError where its model cannot have them."""
     context = flags.context or run.model.config.context
     stride = flags.stride or max(1, context // 2)
     if context > run.model.config.context:
         raise UserError(f"--context={context}: {run.name} sees {run.model.config.context} tokens at most; choose fewer")
     if stride > context:
         raise UserError(f"--stride={stride}: is more than the context of {run.name}, {context}; some tokens would be skipped")
+    return context, stride
+
+
+def measure(run, texts, flags, unigram_nats):
+    """A Measured of one run. texts: [(id, text)]; unigram_nats: (V,) of its baseline or None. Raises UserError."""
+    from scoring import score_windows, windows
+
+    context, stride = window_of(run, flags)
     # Each document's ids with eot before them, and for each id of the text the unit in which it begins.
     sequences, unit_of, first = [], [], 0
     for _, text in texts:
@@ -274,8 +282,11 @@ def plot_positions(path, results):
 
 def main(flags):
     runs = load_trained(flags)
+    for run in runs:
+        window_of(run, flags)  # refuses now, not after the runs before it have been measured
     data, split = choose_text(flags, runs)
-    texts = read_documents(data, split, flags.cache_dir, flags.max_bytes)
+    cache_dirs = [flags.cache_dir] if flags.cache_dir else sorted({run.config["flags"]["cache_dir"] for run in runs})
+    texts = read_documents(data, split, cache_dirs, flags.max_bytes)
     names, n_bytes = units_of(texts)
     kind = "documents" if len(texts) >= MIN_DOCUMENTS else f"stretches of about {STRETCH:,} bytes"
     print(f"{data} ({split}): {n_bytes.sum():,} bytes; documents: {len(texts):,}; intervals over {len(names):,} {kind}")
@@ -283,7 +294,7 @@ def main(flags):
     for run in runs:
         key = trained_on(run), run.tokenizer.name
         if key not in baselines:
-            baselines[key] = unigram_of(run, flags.cache_dir)
+            baselines[key] = unigram_of(run, flags.cache_dir or run.config["flags"]["cache_dir"])
         unigram_nats, why_not = baselines[key]
         measured[run.name] = measure(run, texts, flags, unigram_nats)
         results[run.name] = {**run.about(), **summarise(measured[run.name])}

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from config import MODEL_PRESETS, ModelConfig
-from flags import SharedFlags, UserError, fail, parse, require
+from flags import TextFlags, UserError, fail, parse, require
 
 
 @dataclass
-class Flags(SharedFlags):
+class Flags(TextFlags):
     """Train a masked language model on child-directed speech with any attention scorer."""
 
     typical_length: ClassVar[int] = 12
@@ -101,8 +101,8 @@ import babyberta_hf
 import mlm_data
 import run
 from distributed import Processes, errors_in_one_line
-from files import sha256, write_atomically, write_json
-from metrics import plot_loss, read_metrics
+from files import file_sha256, sha256, write_atomically, write_json
+from metrics import last_evaluation, plot_loss, read_metrics
 from model import Transformer
 from training import Training
 
@@ -171,6 +171,9 @@ def prepare(flags, saved):
     sentences = [text for path in mlm_data.paths(flags.data, flags.cache_dir) for text in mlm_data.read_sentences(path)]
     own = Path(flags.out) / "tokenizer.json"
     if saved and own.exists():
+        if file_sha256(own) != str(saved.get("data")).split()[-1]:
+            raise UserError(f"{own}: damaged, it is not the tokenizer that this run began with; restore it, or start anew with "
+                            "--overwrite")
         tokenizer = mlm_data.read_tokenizer(own)
     elif flags.tokenizer:
         tokenizer = mlm_data.read_tokenizer(flags.tokenizer)
@@ -223,10 +226,7 @@ def finish(training):
     """Loss curve, summary and export of a run that has reached its last step."""
     folder, flags, model, decisions = training.folder, training.flags, training.model, training.decisions
     lines = read_metrics(folder / "metrics.jsonl")
-    last = next((line for line in reversed(lines) if "val_loss" in line), None)
-    if last is None:
-        raise UserError(f"{folder / 'metrics.jsonl'}: its evaluations are lost; the weights are whole, so evaluate them, or "
-                        "train anew with --overwrite")
+    last = last_evaluation(lines, flags.steps, folder)
     plot_loss(folder, baseline=last["unigram_loss"])
     speeds = [line["tokens_per_s"] for line in lines if "tokens_per_s" in line]
     summary = dict(

@@ -183,9 +183,9 @@ import torch.nn.functional as F
 import icl_shift
 import icl_tasks
 import run
-from distributed import Processes, end_after_loss, is_lost_connection
+from distributed import Processes, errors_in_one_line
 from files import read_json, write_json
-from metrics import plot_loss, read_metrics
+from metrics import last_evaluation, plot_loss, read_metrics
 from model import Transformer
 from training import Training
 
@@ -266,9 +266,7 @@ def finish(training):
         print(f"this run was complete; everything is in {folder}")
         return
     lines = read_metrics(folder / "metrics.jsonl")
-    last = next((line for line in reversed(lines) if "val_loss" in line), None)
-    if last is None:
-        raise UserError(f"{folder / 'metrics.jsonl'}: its evaluations are lost; train anew with --overwrite")
+    last = last_evaluation(lines, flags.steps, folder)
     plot_loss(folder, ylabel="loss (squared error)" if flags.task == "linear" else "loss (nats an answer)")
     start = time.perf_counter()
     result = icl_shift.test(model, flags)
@@ -285,11 +283,5 @@ def finish(training):
 
 
 if __name__ == "__main__":
-    try:
+    with errors_in_one_line():
         main(flags, saved)
-    except UserError as error:
-        fail(error)
-    except RuntimeError as error:
-        if not is_lost_connection(error):
-            raise
-        end_after_loss(error)

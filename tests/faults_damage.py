@@ -4,7 +4,8 @@ Three ways, at random places: one bit flips, the file is cut short, a block beco
 
     refused     exit code 2, one line that names the file, the run folder as it was
     replaced    a line that names the file; the checkpoint before it is used, and the run ends as if nothing had happened
-    lost        metrics.jsonl alone: a line that names it, the weights as if nothing had happened; its numbers are gone
+    lost        metrics.jsonl alone: a line that names it, the weights as if nothing had happened; its numbers are gone (and
+                where the last evaluation is among them, exit code 2)
 """
 
 import random
@@ -50,13 +51,15 @@ def damaged_and_continued(undisturbed, file, how, rng):
         done = program.run(folder, *program.again, check=False, before=short_cuts)
         named = file.name.removesuffix(".sha256") in done.stderr  # a checkpoint's checksum is part of it
         errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-        result = program.result(folder) if done.returncode == 0 else None
+        result, after = program.result(folder) if done.returncode == 0 else None, snapshot(folder / "r")
+        changed = {name for name in before | after if before.get(name) != after.get(name)}
         if "Traceback" in done.stderr:
             verdict = "a traceback: " + done.stderr[-1500:]
         elif not named:
             verdict = f"not named: exit {done.returncode}, {done.stderr[-500:]}"
         elif done.returncode == 2 and len(errors) == 1:
-            verdict = "refused" if snapshot(folder / "r") == before else "refused, but something was written"
+            lost = file.name == "metrics.jsonl" and changed == {"metrics.jsonl"}  # the last evaluation was in it
+            verdict = "refused" if not changed else "lost" if lost else f"refused, but changed {changed}"
         elif done.returncode == 0 and result == undisturbed.result:
             verdict = "replaced"
         elif done.returncode == 0 and file.name == "metrics.jsonl" and result["weights"] == undisturbed.result["weights"]:

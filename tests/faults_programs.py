@@ -12,8 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import icl_shift  # noqa: F401  (these three are imported here for the forks of this process, see conftest.command)
+import mlm_data  # noqa: F401
 import shards
-import training  # noqa: F401  (imported here for the forks of this process, see conftest.command)
+import training  # noqa: F401
 from conftest import TINY, command
 from files import write_atomically
 from metrics import read_metrics
@@ -45,6 +47,18 @@ def words(folder):
     (folder / "text.txt").write_text("".join(rng.choice("abcdefgh \n") for _ in range(6000)), encoding="utf-8")
 
 
+def nothing(folder):
+    """In-context tasks make their own numbers."""
+
+
+def sentences(folder):
+    """text.txt: 300 sentences of 3 to 12 words, one a line."""
+    rng = random.Random(0)
+    vocabulary = "you the it what do that to is a see at look want put on in your mommy dog cat ball book go".split()
+    lines = [" ".join(rng.choice(vocabulary) for _ in range(rng.randrange(3, 12))) + " .\n" for _ in range(300)]
+    (folder / "text.txt").write_text("".join(lines), encoding="utf-8")
+
+
 def documents(folder):
     """docs.jsonl: 300 documents of 20 to 80 letters."""
     rng = random.Random(0)
@@ -59,16 +73,33 @@ def trained(folder):
     return {"weights": (folder / "r" / "model.safetensors").read_bytes(), "metrics": lines}
 
 
+def tested(folder):
+    """The same of train_icl.py, and what its tests have found."""
+    return trained(folder) | {"shift": json.loads((folder / "r" / "shift.json").read_text(encoding="utf-8"))}
+
+
 def token_files(folder):
     return {path.name: path.read_bytes() for path in sorted((folder / "cache").rglob("*")) if path.suffix in (".bin", ".json")}
 
 
 RUN_FOLDER = ("r/config.json", "r/resume-*.pt", "r/resume-*.sha256", "r/metrics.jsonl")
 
+SMALL = ("--batch-size=8", "--steps=6", "--warmup=2", "--save-every=2", "--eval-every=3", "--dtype=float32", "--compile=off",
+         "--threads=1", "--out=r")
+
 PROGRAMS = {
     "train_gpt": Program(
         "train_gpt.py", (*TINY, "--dropout=0.1", "--out=r"), words, trained, ("--resume",),
         (*RUN_FOLDER, "data/*/manifest.json", "data/*/train-*.bin", "data/*/val-*.bin", "text.txt")),
+    "train_icl": Program(
+        "train_icl.py",
+        ("--task=linear", "--scorer=ssa", "--points=6", "--first-points=4", "--points-every=2", "--n-layer=2", "--n-head=2",
+         "--n-embd=16", "--context=24", "--dropout=0.1", "--test-sequences=4", *SMALL),
+        nothing, tested, ("--resume",), RUN_FOLDER),
+    "train_babyberta": Program(
+        "train_babyberta.py",
+        ("--data=text.txt", "--vocab-size=300", "--n-layer=2", "--n-head=2", "--n-embd=16", "--context=32", "--dropout=0.1",
+         *SMALL), sentences, trained, ("--resume",), (*RUN_FOLDER, "r/tokenizer.json", "text.txt")),
     "data": Program(
         "data.py", ("docs.jsonl", "--tokenizer=bytes", "--tokens=12000", "--shard-tokens=2000", "--cache-dir=cache",
                     "--workers=1"), documents, token_files),
@@ -77,7 +108,7 @@ PROGRAMS = {
 
 # ------------------------------------------------------------------------------------------------------- short cuts in forks
 
-def draw_nothing(folder, baseline=None):
+def draw_nothing(folder, **_):
     """In place of metrics.plot_loss, which takes longer than the run and computes nothing that is read again."""
     write_atomically(folder / "loss.png", b"no picture")
 

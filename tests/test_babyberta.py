@@ -176,7 +176,7 @@ def test_csv_columns_are_sentences(tmp_path):
 def test_sentences_that_share_a_row_do_not_see_each_other(corpus, scorer):
     model, batch = tiny(scorer), masked_batch(corpus, 0, 0, 24)
     x, y, segments = batch.packed(range(24), corpus.special["pad"])
-    assert segments.max() > 2 and (segments == 0).float().mean() < 0.2  # several a row, little left empty
+    assert segments.max() >= 2 and (segments == 0).float().mean() < 0.2  # several a row, little left empty
     outputs, _ = model(x, segments=segments)
     for start_, length in zip(batch.starts, batch.lengths):
         alone = torch.from_numpy(batch.inputs[start_ : start_ + length])
@@ -185,16 +185,17 @@ def test_sentences_that_share_a_row_do_not_see_each_other(corpus, scorer):
         assert any((outputs[r, c : c + length] - expected).abs().max() < 1e-9 for r, c in rows)
 
 
-def test_packing_places_every_token_once():
+def test_packing_places_every_token_once_and_leaves_little_empty():
     rng = np.random.default_rng(0)
-    for least in (1, 32, 64):
-        lengths = rng.integers(3, 40, 300)
-        shape, (row, column), number = mlm_data.pack(lengths, least)
-        cells = row * shape[1] + column
-        assert len(set(cells)) == lengths.sum() and row.max() < shape[0] and column.max() < shape[1]
-        assert shape[0] * shape[1] < 1.2 * lengths.sum()
-        sentence = np.repeat(np.arange(300), lengths)
-        assert len(set(zip(row, number))) == 300 == len(set(zip(row, number, sentence)))
+    for usual in (1, 40, 100):
+        for count in (1, 16, 300):
+            lengths = rng.integers(3, 40, count)
+            shape, (row, column), number = mlm_data.pack(lengths, 39, usual)
+            cells = row * shape[1] + column
+            assert len(set(cells)) == lengths.sum() and row.max() < shape[0] and column.max() < shape[1] <= 39
+            assert count < 300 or usual == 1 or shape[0] * shape[1] < 1.1 * lengths.sum()
+            sentence = np.repeat(np.arange(count), lengths)
+            assert len(set(zip(row, number))) == count == len(set(zip(row, number, sentence)))
 
 
 def test_what_fills_a_row_enters_nothing(corpus):

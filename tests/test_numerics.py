@@ -5,7 +5,6 @@ keys are small whole numbers times a power of two, from 2^-112 to 2^112 together
 summation, and the paths may differ by the rounding of what follows it alone, however large the scores are.
 """
 
-import math
 import os
 
 import pytest
@@ -86,16 +85,17 @@ def outcome(function, tensors, scorer, **options):
 
 
 @pytest.mark.parametrize("name, path", PAIRS)
-@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
-def test_every_scorer_on_every_path_is_finite_normalised_and_right(name, path, dtype, take):
+def test_every_scorer_on_every_path_is_finite_normalised_and_right(name, path, take):
+    dtypes = [F32, BF16] if path in ("cpp", "triton") else [F32, BF16, F16]  # the kernels have no float16 of their own
     path = take(path)
-    if dtype == F16 and path == "triton":
-        pytest.skip("the interpreter has no float16 product")
-    largest = 2 if dtype == F16 else 56  # float16 ends at 65,504
 
     @often
-    @given(any_shape, any_options, st.tuples(*2 * [st.integers(-largest, largest)]), any_b, any_n)
-    def attack(shape, options, powers, b, n):
+    @given(any_shape, any_options, st.sampled_from(dtypes), st.tuples(*2 * [st.integers(-56, 56)]), any_b, any_n)
+    def attack(shape, options, dtype, powers, b, n):
+        if dtype == F16:
+            powers = [power % 5 - 2 for power in powers]  # float16 ends at 65,504
+        if name == "cosformer":
+            shape["Q"] = min(shape["Q"], shape["K"])  # it refuses more queries than keys
         tensors, mask = operands(shape, powers, dtype), make_mask(options["mask"], shape)
         scorer = make(name, tensors[0].size(1), b, n)
         assert why_not(path, scorer, "cpu") is None
@@ -203,10 +203,10 @@ def test_a_model_fed_the_worst_batches_stays_finite_or_says_that_it_is_not(name)
 
 @pytest.mark.parametrize("name", SCORERS)
 def test_the_largest_numbers_as_continuous_inputs(name):
-    """Numbers in place of tokens: LayerNorm brings them to the same size, unless their squares overflow."""
+    """Numbers in place of tokens: LayerNorm brings them to one size. Where their squares overflow, NaN goes through to the loss,
+    at which a trainer stops, and nothing breaks on the way."""
     model = Transformer(ModelConfig(n_layer=1, n_head=2, n_kv_head=2, n_embd=8, n_ff=16, context=5, n_in=1, n_out=1, scorer=name,
                                     positions="learned"))
     for size in (0.0, 1e-30, 1.0, 1e18, torch.finfo(F32).max):
         outputs, _ = model(torch.full((1, 5, 1), size))
-        assert outputs.isfinite().all() == (size < 1e20) or outputs.isfinite().all(), size
-        assert math.isfinite(size)
+        assert outputs.isfinite().all() or size > 1e20, size

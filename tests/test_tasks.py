@@ -33,7 +33,8 @@ DATA = os.environ.get("SSA_DATA_DIR")
 
 def arc(number, answer, labels="ABCD"):
     texts = [f"choice {label} of {number}" + " more" * i for i, label in enumerate(labels)]
-    return {"id": str(number), "question": f"Which, {number}?", "choices": {"text": texts, "label": list(labels)}, "answerKey": answer}
+    choices = {"text": texts, "label": list(labels)}
+    return {"id": str(number), "question": f"Which, {number}?", "choices": choices, "answerKey": answer}
 
 
 # Items of our own in the published schemas. ARC has items of 3 to 5 choices, labelled by letters or numbers.
@@ -43,7 +44,8 @@ ITEMS = {
     "boolq.validation": [{"question": f"is {i} so", "passage": f"It is {i}. " * i, "answer": i % 3 == 0} for i in range(1, 8)],
     "hellaswag.validation.first6": [
         {"ind": i, "activity_label": "Cooking", "ctx_a": "A man cooks [title] soup.", "ctx_b": "he", "ctx": "unused",
-         "endings": ["eats it.", "sings [step] aloud.", "sleeps on the long grass", "runs."], "label": str(i % 4)} for i in range(6)],
+         "endings": ["eats it.", "sings [step] aloud.", "sleeps on the long grass", "runs."], "label": str(i % 4)}
+        for i in range(6)],
     "piqa.validation": [{"goal": f"Open box {i}", "sol1": "lift the lid", "sol2": "burn it", "label": i // 3} for i in range(5)],
 }
 
@@ -73,6 +75,7 @@ def no_network(monkeypatch):
         raise OSError("the network was used")
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)  # it runs `pip list`, for seconds
 
 
 def requests(kind, *arguments):
@@ -176,10 +179,12 @@ def test_generated_text_is_greedy_and_ends_at_the_words_asked_for(lm):
 # ------------------------------------------------------------------------------------------------------------ the command
 
 def test_the_command_scores_local_data_with_lm_evals_tasks(place, no_network):
-    done = command("eval.py", "tasks", "a,b", "--tasks=arc_easy,boolq,hellaswag,piqa", "--task-data=items", "--out=out", cwd=place)
+    done = command("eval.py", "tasks", "a,b", "--tasks=arc_easy,boolq,hellaswag,piqa", "--task-data=items", "--out=out",
+                   cwd=place)
     result = read_json(place / "out" / "tasks.json", "")
     items = [json.loads(line) for line in (place / "out" / "items.jsonl").read_text("utf-8").splitlines()]
-    gold = {"arc_easy": [1, 2, 4, 0, 1, 1], "boolq": [0, 0, 1, 0, 0, 1, 0], "hellaswag": [0, 1, 2, 3, 0, 1], "piqa": [0, 0, 0, 1, 1]}
+    gold = {"arc_easy": [1, 2, 4, 0, 1, 1], "boolq": [0, 0, 1, 0, 0, 1, 0], "hellaswag": [0, 1, 2, 3, 0, 1],
+            "piqa": [0, 0, 0, 1, 1]}
     chance = {"arc_easy": (4 / 4 + 1 / 5 + 1 / 3) / 6, "boolq": 0.5, "hellaswag": 0.25, "piqa": 0.5}
     majority = {"arc_easy": 3 / 6, "boolq": 5 / 7, "hellaswag": 2 / 6, "piqa": 3 / 5}
     assert result["splits"] == {"arc_easy": "test", "boolq": "validation", "hellaswag": "validation", "piqa": "validation"}
@@ -270,7 +275,7 @@ WRONG = [
     ("tasks a --tasks=piqa --limit=-1", "--limit=-1"),
     ("tasks nowhere --tasks=piqa", "nowhere: no such folder"),
     ("tasks a --tasks=piqa --task-data=nowhere", "--task-data=nowhere: no such folder"),
-    ("tasks a --tasks=arc_challenge --task-data=items", "has no file arc_challenge.test*.jsonl or arc_challenge.validation*.jsonl"),
+    ("tasks a --tasks=arc_challenge --task-data=items", "no file arc_challenge.test*.jsonl or arc_challenge.validation*.jsonl"),
     ("tasks a --tasks=piqa --task-data=json", "piqa.validation.jsonl line 2: is not JSON"),
     ("lm-eval nowhere --tasks piqa", "nowhere: no such folder"),
 ]
@@ -295,7 +300,7 @@ def test_wrong_input_gets_one_line_and_writes_nothing(broken, no_network, flags,
     ("boolq", '{"question": "q", "passage": "p", "answer": "yes"}', "line 1: has neither `answer`, true or false, nor `label`"),
     ("boolq", '{"question": "q", "answer": true}', "line 1: field `passage` is null, not a text"),
     ("hellaswag", '{"ctx_a": "a", "ctx_b": "b", "activity_label": "l", "endings": "e", "label": "0"}', "`endings` is not a list"),
-    ("hellaswag", '{"ctx_a": "a", "ctx_b": "b", "activity_label": "l", "endings": ["e"], "label": "1"}', "not a number from 0 to 0"),
+    ("hellaswag", '{"ctx_a": "a", "ctx_b": "b", "activity_label": "l", "endings": ["e"], "label": "1"}', "a number from 0 to 0"),
     ("piqa", '{"goal": "g", "sol1": "s", "sol2": "t", "label": -1}', "field `label` is -1, not a number from 0 to 1"),
     ("arc_easy", json.dumps(arc(1, "D", "ABC")), "field `answerKey` is \"D\", not one of the labels ['A', 'B', 'C']"),
     ("arc_easy", '{"question": "q", "choices": ["a"], "answerKey": "A"}', "field `choices` has not two lists"),

@@ -169,4 +169,5 @@ def test_checkers_refuse(checker, args):
 
 def test_what_a_notebook_shows():
     statement = prove.at_most("One", y, x, {x: y + identity.u})
-    assert statement._repr_markdown_() == r"One: $\;\displaystyle y \leq x$ $\quad (\text{for } x = u + y)$"
+    assert statement._repr_markdown_() == r"One: $\;\displaystyle y \leq x$ $\quad (\text{for } x = u + y, u \ge 0, y > 0)$"
+    assert prove.equal("Half", sp.Rational(1, 2), sp.Rational(1, 2))._repr_markdown_() == r"Half: $\;\displaystyle \frac{1}{2}$"

@@ -52,7 +52,7 @@ def why_a_power():
     return [equal("The derivative of f(r) r^-n has the factor r f' - n f", (f(r) * r**-n).diff(r),
                   r ** (-n - 1) * (r * f(r).diff(r) - n * f(r))),
             equal("r^n is multiplicative", (r * s) ** n, r**n * s**n),
-            equal("SSA's negative scores are inverses", power(-x) * power(x), 1)]
+            equal("SSA: power(x) times power(-x)", power(-x) * power(x), 1)]
 
 
 @proof
@@ -62,7 +62,7 @@ def temperature():
     A temperature, trained or not, changes the rate of the collapse and not its kind. By hand: k runners-up, others h below them.
     """
     losers = sp.exp(-L * g / tau) * (k + R * sp.exp(-L * h / tau))
-    return [equal("The bounds of Theorem 1", softmax_loser_bounds(L, g / tau, k)[1], softmax_loser_bounds(L / tau, g, k)[1]),
+    return [equal("The upper bound of Theorem 1", softmax_loser_bounds(L, g / tau, k)[1], softmax_loser_bounds(L / tau, g, k)[1]),
             tends("Rate under scaling", -sp.log(share(losers, 1)) / L, L, sp.oo, g / tau),
             tends("Constant under one growing score", sp.exp(x / tau) * share(A, sp.exp(x / tau)), x, sp.oo, A),
             tends("SSA's mass is larger in the end, at any temperature", x**n * share(A, sp.exp(x / tau)), x, sp.oo, 0)]
@@ -105,10 +105,10 @@ def entmax():
     loser, d_at_most_1 = 1 - b * L * g, {d: 1 / (1 + u)}
     return [equal("A loser's base from (alpha-1) L g = 1 on", sp.Max(loser, 0), 0, {L: (1 + u) / (g * e), alpha: 1 + e}),
             less("and before: not one-hot", 0, loser, {L: 1 / (g * e * (1 + s)), alpha: 1 + e}),
-            equal("entmax-1.5: the threshold", loser.subs(alpha, sp.Rational(3, 2)), 1 - L * g / 2),
+            equal("For entmax-1.5 that base is", loser.subs(alpha, sp.Rational(3, 2)), 1 - L * g / 2),
             tends("alpha -> 1: the threshold goes to infinity", 1 / (b * g), alpha, 1, sp.oo),
             equal("Two tokens: the weights sum to 1", big**2 + small**2, 1, d_at_most_1),
-            equal("and their roots differ by d", big - small, d, d_at_most_1),
+            equal("and their roots differ by", big - small, d, d_at_most_1),
             tends("The loser's weight just before, at d = 1 - e", small.subs(d, 1 - e) ** 2 / e**2, e, 0, 1),
             equal("SSA's power on positive scores", power(x, b=b, n=1 / b), (1 + b * x) ** (1 / b)),
             tends("which at alpha -> 1 is the exponential", (1 + x / n) ** n, n, sp.oo, sp.exp(x))]
@@ -132,13 +132,13 @@ def sa_softmax():
     mixed = sa_factor(z, -y, x)
     grown = sa_factor(z, -s, x) * sp.exp(z) / (A + sp.exp(x))
     return [equal("The factor ignores the scale", sa_factor(L * z, -L * y, L * x), mixed),
-            equal("The winner's is 1, if positive", sa_factor(x, -y, x), 1),
+            equal("The winner's factor, if its score is positive", sa_factor(x, -y, x), 1),
             equal("Two positive scores: loser over winner", sa_factor(L * y, L * y, L * (y + g)) * sp.exp(-L * g),
                   y / (y + g) * sp.exp(-L * g)),
             less("the constant being below 1", y / (y + g), 1),
             tends("One growing score: constant", x * sp.exp(x) * grown, x, sp.oo, (z + s) * sp.exp(z)),
             equal("All negative: the winner's factor", sa_factor(-y, -y - g, -y), 1 - y / (y + g)),
-            equal("Equal negative scores", sa_factor(-y, -y, -y), 0)]
+            equal("Factor of equal negative scores", sa_factor(-y, -y, -y), 0)]
 
 
 @proof
@@ -160,7 +160,7 @@ def cosformer():
             tends("SSA with n = 1, b = 1", x * share(R, power(x, b=1, n=1)), x, sp.oo, R),
             less("q . k prefers the first key", dot[1], dot[0]),
             less("CosFormer the second", fires(q, near), fires(q, far)),
-            equal("A one-hot row at any scale", fires((L, 0), (0, 1)), 0)]
+            equal("What q = (L, 0) gives the key (0, 1) at any scale", fires((L, 0), (0, 1)), 0)]
 
 
 @proof

@@ -189,7 +189,7 @@ def n_can_grow():
     """
     o = sp.Symbol("o", positive=True)
     needed = sp.log(B * o) / sp.log(1 + b * x)
-    return [equal("At that n", sp.log((1 + b * x) ** needed), sp.log(B * o)),
+    return [equal("At that n the logarithm of the winner's power is", sp.log((1 + b * x) ** needed), sp.log(B * o)),
             equal("the others keep 1/(1 + o)", B / (B + B * o), 1 / (1 + o)),
             tends("and n -> infinity is hardmax, here for the scores 1/b and 2/b", power(1 / b) / power(2 / b), n, sp.oo, 0)]
 
@@ -206,6 +206,7 @@ def bounded_scores_disperse():
     """
     bound = largest_weight_bound(K, d)
     return [tends("Long contexts", bound, K, sp.oo, 0),
-            equal("Half, softmax", bound.subs(K, 1 + sp.exp(d)), sp.Rational(1, 2)),
-            equal("Half, SSA", largest_weight_bound(1 + (1 + b * x) ** (2 * n), spread_of_t(x, b, n)), sp.Rational(1, 2)),
+            equal("Bound at K = 1 + e^d, softmax", bound.subs(K, 1 + sp.exp(d)), sp.Rational(1, 2)),
+            equal("and at K = 1 + (1 + b s)^(2n), SSA",
+                  largest_weight_bound(1 + (1 + b * x) ** (2 * n), spread_of_t(x, b, n)), sp.Rational(1, 2)),
             rises_to("The bound grows with the range, to 1", bound.subs(K, 2 + u).subs(d, x), x, 1)]

@@ -50,8 +50,8 @@ def power_is_exp_of_signed_log():
 @proof
 def odd():
     """A score of -z undoes what a score of z does."""
-    return [equal("t is odd", signed_log(-z), -signed_log(z)),
-            equal("Opposite scores have inverse weights", power(z) * power(-z), 1)]
+    return [equal("t(-z), which is -t(z)", signed_log(-z), -signed_log(z)),
+            equal("power(z) times power(-z)", power(z) * power(-z), 1)]
 
 
 @proof
@@ -118,8 +118,8 @@ def gradients():
 @proof
 def scale_is_b():
     """SSA(L z; b) = SSA(z; L b): how large scores are and how large b is are the same question."""
-    return [equal("Scaling a score is scaling b", signed_log(L * z), signed_log(z, b=L * b)),
-            equal("The powers agree as well", power(L * z), power(z, b=L * b))]
+    return [equal("t(L z) with b, and t(z) with L b", signed_log(L * z), signed_log(z, b=L * b)),
+            equal("and so the power", power(L * z), power(z, b=L * b))]
 
 
 @proof

@@ -37,10 +37,14 @@ class Statement:
     where: dict = field(default_factory=dict)
 
     def _repr_markdown_(self):
-        """What a notebook shows."""
-        given = ", ".join(f"{sp.latex(symbol)} = {sp.latex(value)}" for symbol, value in self.where.items())
-        domain = f" $\\quad (\\text{{for }} {given})$" if given else ""
-        return f"{self.words}: $\\;\\displaystyle {sp.latex(self.relation, ln_notation=False)}${domain}"
+        """What a notebook shows: words, relation, domain. Where sympy has already written both sides alike, one of them."""
+        left, right = self.relation.args
+        shown = sp.latex(left if left == right else self.relation)
+        given = [f"{sp.latex(symbol)} = {sp.latex(value)}" for symbol, value in self.where.items()]
+        free = set().union(*(sp.sympify(value).free_symbols for value in self.where.values())) - set(self.where)
+        given += [sp.latex(v) + (" > 0" if v.is_positive else r" \ge 0") for v in sorted(free, key=str)]
+        domain = f" $\\quad (\\text{{for }} {', '.join(given)})$" if given else ""
+        return f"{self.words}: $\\;\\displaystyle {shown}${domain}"
 
 
 def proof(function):

@@ -1,4 +1,4 @@
-"""Theorem 1: all scores are scaled by L -> infinity. Softmax collapses to hardmax; SSA does not, unless one score is positive.
+"""Theorem 1: all scores are scaled by L -> infinity. Softmax collapses to hardmax; SSA keeps every positive score.
 
 In plain words, as the paper has it: the larger the scores, the nearer softmax is to putting all weight on the largest one,
 whereas SSA's weights tend to powers of the scores, which leave something to every positive score:
@@ -198,8 +198,8 @@ def none_positive():
 def ties():
     """Equal scores have equal weights, at every scale, in softmax and in SSA; where all scores tie, nothing moves."""
     tied = ssa([L * z, L * z, L * z])
-    return [equal("Three tied scores", tied[0], sp.Rational(1, 3)),
-            equal("All scores 0", ssa([0, 0, 0, 0])[0], sp.Rational(1, 4)),
+    return [equal("Weight of each of three tied scores", tied[0], sp.Rational(1, 3)),
+            equal("and of each of four scores 0", ssa([0, 0, 0, 0])[0], sp.Rational(1, 4)),
             tends("Softmax: two tied above a third", 1 / (2 + sp.exp(-L * g)), L, sp.oo, sp.Rational(1, 2)),
             tends("SSA: two tied above a third, of any sizes", 2 * power(L * (y + g)) / power(L * y), L, sp.oo,
                   2 * ((y + g) / y) ** n)]
@@ -215,8 +215,8 @@ def assumptions():
     - SSA, b fixed: with b = 1/L nothing moves, and the limit is SSA(z; 1) instead of a ratio of powers.
     - L positive: with L -> -infinity the roles of positive and negative scores are exchanged.
     """
-    return [equal("Tie", sp.exp(L * x) / (2 * sp.exp(L * x)), sp.Rational(1, 2)),
+    return [equal("Tie: the weight of either", sp.exp(L * x) / (2 * sp.exp(L * x)), sp.Rational(1, 2)),
             tends("One positive score", ssa([L * x, -L * x], n=1)[1], L, sp.oo, 0),
             tends("n grows with L", power(L, b=1, n=L) / power(2 * L, b=1, n=L), L, sp.oo, 0),
-            equal("b shrinks with L", power(L * z, b=b / L), power(z)),
-            equal("L negative", power(-L * z), 1 / power(L * z))]
+            equal("b shrinks with L: the power stays", power(L * z, b=b / L), power(z)),
+            equal("L negative: the power is inverted", power(-L * z), 1 / power(L * z))]

@@ -14,8 +14,6 @@ Assumptions, each with a counterexample in `assumptions`: the other scores, thei
 That n >= 1 is not needed: n > 0 will do.
 """
 
-import math
-
 import sympy as sp
 from identity import L, b, g, n, power, signed_log, x, y
 from prove import at_most, equal, grows_past, less, proof, rises_to, tends
@@ -49,8 +47,7 @@ def ssa_score_for(share, B, b=b, n=n):
 
 def score_table(share=0.99, lengths=(16, 128, 1024, 8192, 131072), ns=(1, 1.5, 2, 3, 5), bs=(0.8, 2.72)):
     """Rows (K, softmax's score, {(b, n): SSA's score}): the score at which one of K tokens takes `share`, the others at 0."""
-    odds = share / (1 - share)
-    return [(K, math.log((K - 1) * odds), {(b, n): (((K - 1) * odds) ** (1 / n) - 1) / b for b in bs for n in ns})
+    return [(K, float(softmax_score_for(share, K - 1)), {(b, n): ssa_score_for(share, K - 1, b, n) for b in bs for n in ns})
             for K in lengths]
 
 
@@ -155,6 +152,6 @@ def assumptions():
     """
     rival = signed_log(L * (y + g)) / n - signed_log(L * y) / n
     return [rises_to("A rival that grows along: log odds over n", rival, L, sp.log(y + g) - sp.log(y)),
-            equal("As many others as e^x", softmax_rest(x, sp.exp(x)), sp.Rational(1, 2)),
+            equal("As many others as e^x: they keep", softmax_rest(x, sp.exp(x)), sp.Rational(1, 2)),
             tends("n grows with x", sp.exp(x) * (1 + x) ** -x, x, sp.oo, 0),
-            equal("b grows with x", sp.log(power(x, b=(sp.exp(x) - 1) / x)), n * x)]
+            equal("b grows with x: the logarithm of the power is", sp.log(power(x, b=(sp.exp(x) - 1) / x)), n * x)]
