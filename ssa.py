@@ -246,6 +246,8 @@ class CosFormer(Scorer):
         """Angles pi/2 * position / M of the queries (Q,) and keys (K,). The queries are the last Q of the K positions."""
         if positions is None:
             positions = torch.arange(K, device=like.device)
+        if Q > K:
+            raise ValueError(f"{Q} queries are more than the {K} keys, at whose last positions they stand")
         if K > self.horizon:
             raise ValueError(f"{K} keys are more than cosformer's horizon of {self.horizon}")
         angle = positions.to(like.dtype) * (math.pi / 2 / self.horizon)

@@ -85,16 +85,17 @@ def outcome(function, tensors, scorer, **options):
 
 
 @pytest.mark.parametrize("name, path", PAIRS)
-@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
-def test_every_scorer_on_every_path_is_finite_normalised_and_right(name, path, dtype, take):
+def test_every_scorer_on_every_path_is_finite_normalised_and_right(name, path, take):
+    dtypes = [F32, BF16] if path in ("cpp", "triton") else [F32, BF16, F16]  # the kernels have no float16 of their own
     path = take(path)
-    if dtype == F16 and path == "triton":
-        pytest.skip("the interpreter has no float16 product")
-    largest = 2 if dtype == F16 else 56  # float16 ends at 65,504
 
     @often
-    @given(any_shape, any_options, st.tuples(*2 * [st.integers(-largest, largest)]), any_b, any_n)
-    def attack(shape, options, powers, b, n):
+    @given(any_shape, any_options, st.sampled_from(dtypes), st.tuples(*2 * [st.integers(-56, 56)]), any_b, any_n)
+    def attack(shape, options, dtype, powers, b, n):
+        if dtype == F16:
+            powers = [power % 5 - 2 for power in powers]  # float16 ends at 65,504
+        if name == "cosformer":
+            shape["Q"] = min(shape["Q"], shape["K"])  # it refuses more queries than keys
         tensors, mask = operands(shape, powers, dtype), make_mask(options["mask"], shape)
         scorer = make(name, tensors[0].size(1), b, n)
         assert why_not(path, scorer, "cpu") is None

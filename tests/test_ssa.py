@@ -266,6 +266,8 @@ def test_cosformer_wants_q_and_k_and_no_more_keys_than_its_horizon():
         scorer(torch.zeros(4, 3, 5))
     with pytest.raises(ValueError, match="5 keys are more than cosformer's horizon of 4"):
         attention(q, k, v, scorer)
+    with pytest.raises(ValueError, match="3 queries are more than the 2 keys"):
+        attention(q, k[:, :, :2], v[:, :, :2], scorer)
     assert [name for name in SCORERS if SCORERS[name].needs_qk] == ["cosformer"]
 
 
