@@ -141,7 +141,8 @@ def ended_like(undisturbed, folder):
     done = undisturbed.program.run(folder, *undisturbed.program.again, check=False, before=short_cuts)
     came_from = re.search(r"^resumed after step (\d+)|^continuing after ([\d,]+) tokens", done.stdout, re.M)
     same = done.returncode == 0 and undisturbed.program.result(folder) == undisturbed.result
-    left = [str(p.relative_to(folder)) for p in folder.rglob(".*") if p.name != ".lock"]
+    left = [str(p.relative_to(folder)) for p in folder.rglob(".*")  # half-made token folders go after a day
+            if p.name != ".lock" and ".unfinished-" not in p.parent.name]
     return {"resumed": came_from and came_from[0], "same": same, "left behind": left,
             "error": "" if same else done.stderr[-2000:]}
 
