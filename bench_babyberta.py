@@ -5,11 +5,13 @@
     ssa, softmax packed    as train_babyberta.py runs them without dropout: sentences share rows
     ssa bucketed           rows sorted by length, in parts of 4 as wide as their own longest
     ssa padded             all rows as wide as the longest
-    roberta padded         transformers' RobertaForMaskedLM (softmax through sdpa) in a plain loop, as its collator pads
+    roberta padded         transformers' RobertaForMaskedLM (softmax through sdpa) in a plain loop: padded as its collator
+                           does, loss from its labels, clipping, torch.optim.AdamW as it comes
+    roberta fused          the same with the fused AdamW that all of ours use
 
-All five take a step in turn, with the same sentences and masks, gradient clipping and fused AdamW, so whatever else the
-machine does falls on all. Times are medians; the ratio is the median of the ratios of neighbours. Prints a line each and writes
-results/bench-babyberta-<device>.json.
+They take a step in turn, with the same sentences and masks, so whatever else the machine does falls on all. Times are medians;
+the ratio is the median of the ratios of neighbours. Prints a line each and writes results/bench-babyberta-<device>.json, or with
+--name=NAME results/bench-babyberta-NAME-<device>.json.
 """
 
 import json
@@ -51,6 +53,8 @@ class Config:
     """spent on all"""
     out: str = "results"
     """folder of the result"""
+    name: str = ""
+    """part of the result's file name"""
 
     def check(self):
         for name in ("data", "tokenizer"):
@@ -83,10 +87,11 @@ def parts(batch, layout, pad):
             yield dict(inputs=x, targets=y, key_mask=None if real.all() else real)
 
 
-def steps(model, loss_of_batch, corpus, config):
+def steps(model, loss_of_batch, corpus, config, fused=True):
     """A function that does the next step, counted from 0, each time it is called."""
     model.to(config.device).train()
-    optimizer, done = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, fused=True), iter(range(10**9))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, fused=fused or None)
+    done = iter(range(10**9))
 
     def step():
         loss_of_batch(mlm_data.masked_batch(corpus, 0, next(done), config.batch_size))
@@ -111,7 +116,7 @@ def ours(scorer, layout, corpus, config):
     return steps(model, loss_of_batch, corpus, config)
 
 
-def roberta(corpus, config):
+def roberta(corpus, config, fused):
     from transformers import RobertaConfig, RobertaForMaskedLM
     torch.manual_seed(0)
     model = RobertaForMaskedLM._from_config(RobertaConfig(
@@ -124,7 +129,7 @@ def roberta(corpus, config):
         x, y, real = padded(batch, range(len(batch.lengths)), corpus.special["pad"])
         x, y, real = x.to(config.device), y.to(config.device), real.to(config.device)
         model(input_ids=x, attention_mask=real.long(), labels=y).loss.backward()
-    return steps(model, loss_of_batch, corpus, config)
+    return steps(model, loss_of_batch, corpus, config, fused)
 
 
 def main():
@@ -136,17 +141,19 @@ def main():
             mlm_data.set_threads(config.threads)
         corpus = mlm_data.Sentences(mlm_data.read_sentences(config.data), mlm_data.read_tokenizer(config.tokenizer), 128)
         cases = [("ssa", "packed"), ("softmax", "packed"), ("ssa", "bucketed"), ("ssa", "padded")]
-        functions = [ours(scorer, layout, corpus, config) for scorer, layout in cases] + [roberta(corpus, config)]
+        functions = [ours(scorer, layout, corpus, config) for scorer, layout in cases]
+        cases += [("roberta", "fused"), ("roberta", "padded")]
+        functions += [roberta(corpus, config, fused=fused) for fused in (True, False)]
         times = side_by_side(functions, config.device, config.seconds, least=5, most=1000)
         rows = []
-        for (scorer, layout), mine in zip([*cases, ("roberta", "padded")], times):
+        for (scorer, layout), mine in zip(cases, times):
             rows.append(dict(what="babyberta step", scorer=scorer, layout=layout, n_layer=config.n_layer, n_embd=config.n_embd,
                              batch_size=config.batch_size, steps=len(mine), ms=1e3 * statistics.median(mine),
                              steps_per_s=1 / statistics.median(mine),
                              speed_over_roberta=statistics.median(b / a for a, b in zip(mine, times[-1])), **machine(config)))
             print(f"{scorer:8} {layout:9} {rows[-1]['ms']:8.1f} ms a step, {rows[-1]['speed_over_roberta']:.2f} times the speed "
                   "of RobertaForMaskedLM")
-        path = Path(config.out) / f"bench-babyberta-{config.device}.json"
+        path = Path(config.out) / f"{'-'.join(filter(None, ('bench-babyberta', config.name, config.device)))}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, (json.dumps(rows, indent=1) + "\n").encode("utf-8"))
         print(f"written: {path}")

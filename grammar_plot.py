@@ -24,6 +24,7 @@ def bar_chart(path, values):
     axes.axvline(100 * values["chance"], color="grey", ls="--", lw=1, label="chance")
     axes.set(yticks=range(len(names)), yticklabels=names, xlabel="pairs right, %", xlim=(0, 100))
     axes.tick_params(axis="y", labelsize=7)
+    axes.set_ylim(-0.6, len(names) - 0.4)
     axes.invert_yaxis()  # the first paradigm on top
     figure.legend(loc="outside upper center", ncols=2, fontsize=7)
     buffer = io.BytesIO()

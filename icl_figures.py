@@ -74,6 +74,10 @@ def heat_map(axes, rows, columns, grid, norm, text):
     return image
 
 
+def short(value):
+    return f"{value:.2g}" if value < 100 else f"{value:.0e}".replace("e+0", "e")
+
+
 # ------------------------------------------------------------------------------------------------------------ quantifiers
 
 def lengths(results):
@@ -155,7 +159,7 @@ def functions(results):
         for ax, divide, norm in ((axes[0, column], False, LogNorm(1e-3, 1e4)), (axes[1, column], True, LogNorm(1e-4, 1e1))):
             rows, columns, grid = mean_grid(runs, lambda run: run["functions"]["cells"],
                                             lambda cell: cell[key] / (cell["variance"] if divide else 1), "sigma_f", "sigma_x")
-            image = heat_map(ax, rows, columns, np.maximum(grid, norm.vmin), norm, lambda value: f"{value:.2g}")
+            image = heat_map(ax, rows, columns, np.maximum(grid, norm.vmin), norm, short)
             ax.set(title=f"{name}{', relative' if divide else ''}", xlabel="sigma_x", ylabel="sigma_f")
             if column == len(shown) - 1:
                 figure.colorbar(image, ax=axes[int(divide)], label="error / variance of y (zero: 1)" if divide else

@@ -156,16 +156,22 @@ def position_edges(context):
     return [edge for edge in edges if edge < max(2, context)] + [context + 1]
 
 
-def measure(run, texts, flags, unigram_nats):
-    """A Measured of one run. texts: [(id, text)]; unigram_nats: (V,) of its baseline or None. Raises UserError."""
-    from scoring import score_windows, windows
-
+def window_of(run, flags):
+    """(context, stride) for one run. Raises UserError where its model cannot have them."""
     context = flags.context or run.model.config.context
     stride = flags.stride or max(1, context // 2)
     if context > run.model.config.context:
         raise UserError(f"--context={context}: {run.name} sees {run.model.config.context} tokens at most; choose fewer")
     if stride > context:
         raise UserError(f"--stride={stride}: is more than the context of {run.name}, {context}; some tokens would be skipped")
+    return context, stride
+
+
+def measure(run, texts, flags, unigram_nats):
+    """A Measured of one run. texts: [(id, text)]; unigram_nats: (V,) of its baseline or None. Raises UserError."""
+    from scoring import score_windows, windows
+
+    context, stride = window_of(run, flags)
     # Each document's ids with eot before them, and for each id of the text the unit in which it begins.
     sequences, unit_of, first = [], [], 0
     for _, text in texts:
@@ -276,6 +282,8 @@ def plot_positions(path, results):
 
 def main(flags):
     runs = load_trained(flags)
+    for run in runs:
+        window_of(run, flags)  # refuses now, not after the runs before it have been measured
     data, split = choose_text(flags, runs)
     cache_dirs = [flags.cache_dir] if flags.cache_dir else sorted({run.config["flags"]["cache_dir"] for run in runs})
     texts = read_documents(data, split, cache_dirs, flags.max_bytes)
