@@ -29,6 +29,7 @@ from config import MODEL_PRESETS, ModelConfig
 from files import write_atomically
 from flags import UserError, fail, require, tyro_cli
 from model import Transformer
+from run import keep_freed_memory
 
 PART = 4  # rows of a bucketed part
 
@@ -136,6 +137,7 @@ def main():
     try:
         config = tyro_cli(Config, sys.argv[1:], Config())
         config.check()
+        keep_freed_memory()
         if config.threads:
             torch.set_num_threads(config.threads)
             mlm_data.set_threads(config.threads)

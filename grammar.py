@@ -146,7 +146,8 @@ def score_runs(flags, paradigms):
     from tqdm import tqdm
 
     import mlm_score
-    from run import pick_device
+    from run import keep_freed_memory, pick_device
+    keep_freed_memory()
     device, _ = pick_device(flags.device)
     if flags.threads:
         torch.set_num_threads(flags.threads)

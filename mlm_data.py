@@ -193,8 +193,8 @@ def pack(lengths, widest, usual_width=40):
     longest first, each into the row that is emptiest yet, so that the rows end nearly alike and little is left empty.
 
     -> the shape (R, T), T <= widest; where each token of the sentences end to end goes, a pair of int64 (sum of lengths,); the
-    number of its sentence within the row, from 1 on, int64 (sum of lengths,). On a CPU 40 was the fastest: wider rows compute
-    more scores between sentences, which the mask throws away.
+    number of its sentence within the row, from 1 on, int64 (sum of lengths,). Wider rows compute more scores between sentences,
+    which the mask throws away; on a CPU widths from 24 to 128 take the same time.
     """
     row, place, number = (np.empty(len(lengths), dtype=np.int64) for _ in range(3))
     order = np.argsort(-lengths, kind="stable").tolist()

@@ -109,9 +109,13 @@ class Block(nn.Module):
         self.norm1, self.attn = make_norm(config), Attention(config)
         self.norm2, self.ff = (make_norm(config), FeedForward(config)) if config.n_ff else (None, None)
 
-    def forward(self, x, angles, mask, past):
+    def forward(self, x, angles, mask, past, chosen=None):
+        """x (B, T, C) -> (B, T, C), or (N, C) of the N positions where boolean chosen (B, T) is True: after the attention no
+        position needs another one. And the keys and values of all tokens so far."""
         y, kv = self.attn(x if self.post else self.norm1(x), angles, mask, past)
         x = self.norm1(x + y) if self.post else x + y
+        if chosen is not None:
+            x = x[chosen]  # (B, T, C) -> (N, C)
         if self.ff:
             x = self.norm2(x + self.ff(x)) if self.post else x + self.ff(self.norm2(x))
         return x, kv
@@ -195,15 +199,15 @@ class Transformer(nn.Module):
         mask = None if key_mask is None else key_mask[:, None, None, :]  # (B, keys) -> (B, 1, 1, keys)
         if segments is not None:
             mask = segments[:, None, :, None] == segments[:, None, None, :]  # (B, T) -> (B, 1, T, T)
+        chosen, last = targets != -100 if at_targets else None, config.n_layer - 1
         for i, block in enumerate(self.blocks):
-            x, kv = block(x, angles, mask, cache[i] if cache else None)
+            x, kv = block(x, angles, mask, cache[i] if cache else None, chosen if i == last else None)
             if cache:
                 cache[i] = kv
         if config.norm != "post":
             x = self.norm(x)
         if at_targets:
-            chosen = targets != -100
-            x, targets = x[chosen], targets[chosen]  # (B, T, C) -> (N, C)
+            targets = targets[chosen]  # (B, T) -> (N,)
         outputs = self._read_out(x)
         if targets is None:
             return outputs, None

@@ -111,6 +111,7 @@ def main(flags, saved):
     sys.stdout.reconfigure(line_buffering=True, errors="replace")
     processes = Processes(flags.device)  # one, unless torchrun has started more
     print(f"preset {flags.preset} on {flags.data} with scorer {flags.scorer} -> {flags.out}")
+    run.keep_freed_memory()
     if flags.threads:
         mlm_data.set_threads(flags.threads)
     with processes.one_at_a_time(flags.cache_dir):
