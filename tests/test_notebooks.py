@@ -110,8 +110,8 @@ def links(text):
 @pytest.mark.parametrize("path", [*PATHS, *sorted(ROOT.glob("*.md")), *sorted((ROOT / "theory").glob("*.md"))],
                          ids=lambda path: path.name)
 def test_links_lead_somewhere(path):
-    text = "\n".join(source(cell) for cell in cells(path, "markdown")) if path.suffix == ".ipynb" else path.read_text(encoding="utf-8")
-    for target in links(text):
+    markdown = map(source, cells(path, "markdown")) if path.suffix == ".ipynb" else [path.read_text(encoding="utf-8")]
+    for target in links("\n".join(markdown)):
         name, _, anchor = target.partition("#")
         there = (path.parent / name).resolve() if name else path
         assert there.exists() and there.is_relative_to(ROOT), target
