@@ -22,7 +22,6 @@ from torch import Tensor
 from ssa import SSA, Softmax, masked_softmax, signed_log, ssa
 from ssa_hf import NAME, SCORER, add_scorers, attention_modules, ssa_register, ssa_scorers
 
-
 STEPS = 40  # of L-BFGS in a fit
 
 

@@ -13,6 +13,8 @@ imported when first asked for, so that this file needs torch alone.
 N batch, L queries, S keys, E = embed_dim, H heads, D = E / H.
 """
 
+import importlib
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -23,14 +25,15 @@ from ssa_mask import ssa_attend, ssa_split_mask
 
 _ELSEWHERE = {"ssa_register": "ssa_hf", "ssa_attention": "ssa_hf", "ssa_scorers": "ssa_hf", "ssa_convert": "ssa_convert",
               "ssa_fit": "ssa_convert", "ssa_distance": "ssa_convert"}
-__all__ = ["SSAMultiheadAttention", "ssa_replace", *_ELSEWHERE]
 
 
 def __getattr__(name):
-    if name in _ELSEWHERE:
-        import importlib
+    if name not in _ELSEWHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
         return getattr(importlib.import_module(_ELSEWHERE[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    except ModuleNotFoundError as error:
+        raise ImportError(f'{name} needs {error.name}: pip install "transformers>=5.24", or this project with [hf]') from error
 
 
 class SSAMultiheadAttention(nn.MultiheadAttention):

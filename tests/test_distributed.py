@@ -92,9 +92,9 @@ def test_a_signal_to_one_stops_all_at_one_step_and_any_number_resumes(folder):
 
 
 def wait_for_lines(run, count):
-    path, deadline = run / "metrics.jsonl", time.monotonic() + 60
+    path, deadline = run / "metrics.jsonl", time.monotonic() + 180
     while not path.exists() or path.read_bytes().count(b"\n") < count:
-        assert time.monotonic() < deadline, "no metrics after a minute"
+        assert time.monotonic() < deadline, "no metrics after three minutes"
         time.sleep(0.002)
 
 
