@@ -86,8 +86,9 @@ def part(flags, name, function):
     start = time.monotonic()
     result, n, wrong = function()
     seconds = round(time.monotonic() - start)
-    about = {"date": time.strftime("%Y-%m-%d"), "machine": machine("cpu"), "flags": asdict(flags), "seconds": seconds,
-             "cases": n, "went wrong": wrong}
+    chosen = {name: value for name, value in asdict(flags).items() if name != "out"}
+    about = {"date": time.strftime("%Y-%m-%d"), "machine": machine("cpu"), "flags": chosen, "seconds": seconds, "cases": n,
+             "went wrong": wrong}
     Path(flags.out).mkdir(parents=True, exist_ok=True)
     lists = [key for key, value in result.items() if isinstance(value, list)]
     rows = {key: "@" + key for key in lists}  # one line a case
