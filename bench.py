@@ -3,12 +3,13 @@
     python bench.py --quick           two lengths, one head size: about a minute
     python bench.py                   everything (about ten minutes on two CPU cores)
     python bench.py --device=cuda     the same on a GPU, up to 16384 tokens, with FlexAttention beside
+    python bench.py --icl             in-context training: SSA here against Hugging Face's GPT-2 with softmax
 
 Prints one line a case and writes them all to results/bench-<device>.json, a list of rows. SSA runs along the path that
 ssa_flash.pick_path chooses, softmax through PyTorch's scaled_dot_product_attention. The two alternate, so that whatever
 else the machine does falls on both; times are medians, the ratio is the median of the ratios of neighbours.
 
-    what         attention | step (a whole training step: forward, backward, AdamW)
+    what         attention | step (a whole training step: forward, backward, AdamW) | icl step (bench_icl.py)
     direction    fwd | fwd_bwd
     ms, softmax_ms, ratio                 SSA's time, softmax's, and SSA's over softmax's
     extra_bytes, softmax_extra_bytes      most memory held at once beyond the inputs (attention only)
@@ -61,6 +62,8 @@ class Config:
     """sequence lengths T of the attention cases, such as 256,1024 (all of the list if empty)"""
     tokens: int = 2048
     """tokens a case, batch times T, but at least one sequence"""
+    icl: bool = False
+    """only this: a training step of train_icl.py --preset=paper against Hugging Face's GPT-2 (bench_icl.py)"""
     seconds: float = 2.0
     """spent on each attention case; ten times as much on a training step"""
 
@@ -241,6 +244,13 @@ def step_case(preset, config, dtype, peak):
     return row | dict(peak_fraction=rate / peak, **mfu(rate, config, dtype))
 
 
+def icl_case(config, dtype, peak):
+    """A training step of train_icl.py at the published shape, against Hugging Face's GPT-2 in float32."""
+    from bench_icl import step_against_gpt2
+    row = step_against_gpt2(config, DTYPES[dtype], lambda ours, theirs: compare(ours, theirs, config.device, 10 * config.seconds))
+    return row | dict(matmul_flops=peak, peak_fraction=row.pop("flops") / (row["ms"] / 1e3) / peak)
+
+
 def mfu(rate, config, dtype):
     """Model FLOP utilisation: over the maker's peak, where it is known."""
     if config.device != "cuda" or dtype != "bfloat16":
@@ -303,6 +313,12 @@ def main():
     peaks = {dtype: matmul_peak(DTYPES[dtype], config.device, config.quick) for dtype in DTYPES}
     for dtype, peak in peaks.items():
         print(f"{dtype}: a large matrix product runs at {peak / 1e9:.4g} GFLOP/s")
+        pays = peak >= peaks["float32"]  # where bf16 is slower than float32, nobody trains in it
+        if config.icl:
+            if pays:
+                rows.append(icl_case(config, dtype, peak))
+                show(rows[-1])
+            continue
         for B, T in config.cases():
             for D in (64,) if config.quick else (32, 64):
                 for direction in ("fwd", "fwd_bwd"):
@@ -310,14 +326,14 @@ def main():
                         rows.append(row | dict(matmul_flops=peak))
                         show(row)
         for preset in fitting_presets(config):
-            if peak >= peaks["float32"]:  # where bf16 is slower than float32, nobody trains in it
+            if pays:
                 row = step_case(preset, config, dtype, peak)
                 rows.append(row | dict(matmul_flops=peak))
                 show(row)
     add_growth(rows)
     for row in rows:
         row |= about
-    path = Path(config.out) / f"bench-{config.device}.json"
+    path = Path(config.out) / f"bench-{'icl-' if config.icl else ''}{config.device}.json"
     try:
         write_atomically(path, (json.dumps(rows, indent=1) + "\n").encode("utf-8"))
     except UserError as error:

@@ -11,6 +11,7 @@ at any moment. The last two are kept. Nothing is unpickled except by torch.load(
 import hashlib
 import io
 import json
+import zipfile
 from pathlib import Path
 
 import safetensors
@@ -18,7 +19,7 @@ import safetensors.torch
 import torch
 
 from config import ModelConfig
-from files import read_json, sha256, write_atomically
+from files import one_line, read_json, sha256, write_atomically
 from flags import UserError
 from model import Transformer
 
@@ -61,8 +62,9 @@ def load_tensors(path):
     return tensors
 
 
-def load_weights(model, tensors, path, skip=()):
-    """Load tensors strictly, except names that contain a part in `skip`. Raises UserError naming what does not fit."""
+def require_fit(model, tensors, path, skip=()):
+    """Raise UserError unless the tensors have the names and shapes of the model's, whatever contains a part in `skip`
+    aside. Returns the names that count."""
     own = model.state_dict()
     wanted = {name for name in own if not any(part in name for part in skip)}
     given = {name for name in tensors if not any(part in name for part in skip)}
@@ -73,18 +75,30 @@ def load_weights(model, tensors, path, skip=()):
         if own[name].shape != tensors[name].shape:
             raise UserError(f"{path}: {name} is {tuple(tensors[name].shape)}, the model needs {tuple(own[name].shape)}; use "
                             "the flags that it was trained with")
+    return wanted
+
+
+def load_weights(model, tensors, path, skip=()):
+    """Load tensors strictly, except names that contain a part in `skip`. Raises UserError naming what does not fit."""
+    own, wanted = model.state_dict(), require_fit(model, tensors, path, skip)
     model.load_state_dict({name: tensors.get(name, own[name]) if name in wanted else own[name] for name in own}, strict=True)
 
 
 def load_run(folder, device="cpu"):
     """(model, config): the trained Transformer of a run folder, in eval mode, and its config.json. Raises UserError."""
     folder = Path(folder)
+    path = folder / "model.safetensors"
     config = read_json(folder / "config.json", "name a run folder that a trainer of this project wrote")
     try:
-        model = Transformer(ModelConfig.from_dict(config["model"]))
-    except (KeyError, ValueError) as error:
-        raise UserError(f"{folder / 'config.json'}: {error}; it was written by another version") from None
-    load_weights(model, load_tensors(folder / "model.safetensors"), folder / "model.safetensors")
+        shape = ModelConfig.from_dict(config["model"])
+        with torch.device("meta"):  # names and shapes alone: whatever size the config claims, it must be the file's
+            outline = Transformer(shape)
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise UserError(f"{folder / 'config.json'}: {one_line(error)}; it was written by another version") from None
+    tensors = load_tensors(path)
+    require_fit(outline, tensors, path)
+    model = Transformer(shape)
+    load_weights(model, tensors, path)
     return model.to(device).eval(), config
 
 
@@ -95,7 +109,11 @@ def _checkpoint_path(folder, step):
 
 
 def _checksum_path(path):
-    return path.with_name(path.name + ".sha256")  # as `sha256sum` writes it, so `sha256sum -c` can check it too
+    return path.with_name(path.name + ".sha256")
+
+
+def _checksum_line(path, content):
+    return f"{sha256(content)}  {path.name}\n".encode("utf-8")  # as `sha256sum` writes it, so `sha256sum -c` can check it too
 
 
 def save_checkpoint(folder, step, model, state):
@@ -104,7 +122,7 @@ def save_checkpoint(folder, step, model, state):
     torch.save(state, buffer)
     path = _checkpoint_path(folder, step)
     write_atomically(path, buffer.getvalue())
-    write_atomically(_checksum_path(path), f"{sha256(buffer.getvalue())}  {path.name}\n".encode("utf-8"))
+    write_atomically(_checksum_path(path), _checksum_line(path, buffer.getvalue()))
     save_model(Path(folder) / "model.safetensors", model, step)
     for old in sorted(Path(folder).glob("resume-*.pt"))[:-KEEP]:
         _checksum_path(old).unlink(missing_ok=True)  # first: without it the checkpoint no longer counts
@@ -126,11 +144,15 @@ def load_checkpoint(folder):
         except OSError as error:
             complaints.append(f"{path}: cannot be read ({error.strerror})")
             continue
-        if checksum.read_bytes().split()[:1] != [sha256(content).encode("ascii")]:
+        if checksum.read_bytes() != _checksum_line(path, content):
             complaints.append(f"{path}: its checksum does not fit, so it is damaged")
             continue
         try:
+            with zipfile.ZipFile(io.BytesIO(content)) as parts:  # torch packs without compressing; a bomb would grow
+                if sum(part.file_size for part in parts.infolist()) > len(content):
+                    raise ValueError("larger inside than outside")
             state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            state["random"]["cpu"], state["scorer_start"], state["seconds"] + 0.0  # what the caller reads besides `restore`
             return int(state["step"]), state, complaints
         except Exception as error:  # whatever a foreign file makes torch.load raise: it is refused, with its reason
             complaints.append(f"{path}: is not a checkpoint of this program ({type(error).__name__})")
@@ -143,8 +165,13 @@ def load_checkpoint(folder):
 
 def restore(model, optimizer, state, where):
     """Give model and optimiser what a checkpoint holds of them. Raises UserError where they do not fit each other."""
-    load_weights(model, state["model"], where)
     try:
+        load_weights(model, state["model"], where)
         optimizer.load_state_dict(state["optimizer"])
-    except ValueError as error:
-        raise UserError(f"{where}: its optimiser state does not fit ({error}); use the flags that it was trained with") from None
+        for parameter, moments in optimizer.state.items():
+            for name, moment in moments.items():
+                if moment.shape not in (parameter.shape, ()):
+                    raise ValueError(f"{name} is {tuple(moment.shape)}, its parameter {tuple(parameter.shape)}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{where}: its weights or its optimiser state do not fit ({one_line(error)}); use the flags that it was "
+                        "trained with") from None

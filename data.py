@@ -7,6 +7,7 @@
 
 What a user can get wrong raises `flags.UserError` with one line that names it and says what to do.
 """
+import contextlib
 import hashlib
 import os
 import shutil
@@ -98,6 +99,10 @@ def prepare_folder(source: Source, tokenizer: Tokenizer, splits: tuple[str, ...]
         return folder
     print(f"tokenising {source.name} into {folder} (once)", flush=True)
     unfinished = folder.with_name(f"{folder.name}.unfinished-{uuid.uuid4().hex[:8]}")
+    for other in cache_dir.glob("*.unfinished-*"):  # by processes that were killed, if nothing has been added for a day
+        with contextlib.suppress(OSError):  # another process may be doing the same
+            if time.time() - other.stat().st_mtime > 86400:
+                shutil.rmtree(other)
     try:
         unfinished.mkdir(parents=True)
         write_folder(unfinished, source, tokenizer, splits, shard_tokens)
@@ -189,7 +194,10 @@ class Corpus:
                 raise UserError(f"{path}: missing; {REBUILD}")
             if path.stat().st_size != shard["tokens"] * DTYPE.itemsize or file_sha256(path) != shard["sha256"]:
                 raise UserError(f"{path}: damaged, its size or checksum is not the manifest's; {REBUILD}")
-            self._open[path] = np.asarray(np.memmap(path, dtype=DTYPE, mode="r"))
+            tokens = np.asarray(np.memmap(path, dtype=DTYPE, mode="r"))
+            if tokens.max() >= self.tokenizer.vocab_size:
+                raise UserError(f"{path}: has token {tokens.max()}, beyond those of {self.tokenizer.name}; {REBUILD}")
+            self._open[path] = tokens
         return self._open[path]
 
     def _wait(self, split: str, number: int) -> dict:
@@ -276,14 +284,17 @@ class Corpus:
         return sum(np.bincount(self.tokens(split, start, min(start + step, n)), minlength=self.tokenizer.vocab_size)
                    for start in range(0, n, step))
 
-    def unigram_bits_per_byte(self, split: str) -> float:
-        """The baseline: every token predicted by its frequency in train (each count plus one; of planned files the first
-        tells enough), over the same targets as `eval_batches`: all tokens of the split but the first."""
+    def unigram_nats(self) -> np.ndarray:
+        """The baseline: -log p of every token by its frequency in train (each count plus one; of planned files the first
+        tells enough): float64 (vocab_size,)."""
         frequencies = self._counts("train", self.manifest.get("shard_tokens")) + 1
+        return -np.log(frequencies / frequencies.sum())
+
+    def unigram_bits_per_byte(self, split: str) -> float:
+        """The baseline over the same targets as `eval_batches`: all tokens of the split but the first."""
         targets = self._counts(split)
         targets[self.tokens(split, 0, 1)] -= 1
-        nats = -float(targets @ np.log(frequencies / frequencies.sum()))
-        return bits_per_byte(nats, int(targets @ self.tokenizer.byte_lengths))
+        return bits_per_byte(float(targets @ self.unigram_nats()), int(targets @ self.tokenizer.byte_lengths))
 
 
 if __name__ == "__main__":  # python data.py NAME ...

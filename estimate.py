@@ -1,12 +1,12 @@
 """train_gpt.py --dry-run: what a run would take on the hardware found. Parameters and exchanged bytes are exact,
 memory is counted from the tensors that the backward pass needs, time follows from a matrix product measured here."""
 
-import os
 import time
 
 import torch
 
 import run
+from config import main_memory
 from model import Transformer
 
 EFFICIENCY = 0.5  # of the measured product's speed that a whole step reaches: a guess, good to a factor of two
@@ -64,7 +64,7 @@ def product_speed(model, decisions):
 def memory(device):
     if device == "cuda":
         return torch.cuda.mem_get_info()[1]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+    return main_memory()
 
 
 def gb(n_bytes):

@@ -1,5 +1,6 @@
 """Files that are whole or absent: atomic writing, and JSON that carries its own checksum."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -15,13 +16,15 @@ def write_atomically(path, content):
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "xb") as file:  # x: a new file, so never one elsewhere that a link of this name points to
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise UserError(f"{path}: cannot be written ({error.strerror}); free some space or choose another folder") from None
 
 
@@ -49,8 +52,11 @@ def _canonical(values):
 
 def write_json(path, values):
     """Write a dict as JSON, its checksum in the field "sha256"."""
-    sealed = {**values, "sha256": sha256(_canonical(values))}
-    write_atomically(path, (json.dumps(sealed, indent=2, ensure_ascii=False) + "\n").encode("utf-8"))
+    write_atomically(path, _as_text({**values, "sha256": sha256(_canonical(values))}).encode("utf-8"))
+
+
+def _as_text(sealed):
+    return json.dumps(sealed, indent=2, ensure_ascii=False) + "\n"
 
 
 def read_json(path, remedy):
@@ -59,12 +65,13 @@ def read_json(path, remedy):
     try:
         if path.stat().st_size > LARGEST_JSON:
             raise UserError(f"{path}: larger than {LARGEST_JSON} bytes, so this program did not write it; {remedy}")
-        values = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); {remedy}") from None
     except (ValueError, RecursionError):
         raise UserError(f"{path}: is not JSON, so it is damaged; {remedy}") from None
-    checksum = values.pop("sha256", None) if isinstance(values, dict) else None
-    if checksum is None or checksum != sha256(_canonical(values)):
+    whole = isinstance(values, dict) and text == _as_text(values)  # to the last blank
+    if not whole or values.pop("sha256", None) != sha256(_canonical(values)):
         raise UserError(f"{path}: its checksum does not fit, so it was changed or damaged; {remedy}")
     return values

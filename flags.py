@@ -11,9 +11,13 @@ import re
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal, get_args
 
 import tyro
+
+
+# Flags that may differ when a run is resumed, since they do not change what is trained.
+NOT_TRAINING = ("out", "resume", "overwrite", "data_timeout", "dry_run", "test_sequences", "jobs", "results", "export_hf")
 
 
 class UserError(Exception):
@@ -44,14 +48,8 @@ class SharedFlags:
     """temperature: where tau starts, in every head"""
     tau_freeze: bool = False
     """temperature: tau stays where it starts"""
-    data: str = ""
-    """training text: a known name or a path"""
-    cache_dir: str = "data"
-    """folder for tokenised text"""
-    data_timeout: float = 600
-    """seconds to wait for token files that `python data.py` is still writing"""
     out: str = ""
-    """run folder (runs/<script>-<preset>-<scorer>-s<seed> if empty)"""
+    """run folder (a name under runs/ made from the flags if empty)"""
     steps: int = 1000
     """optimiser steps"""
     batch_size: int = 32
@@ -88,8 +86,6 @@ class SharedFlags:
     """steps between checkpoints"""
     eval_every: int = 200
     """steps between evaluations"""
-    eval_tokens: int = 65536
-    """tokens in an evaluation on the way (0: all); the last one always sees all"""
     resume: bool = False
     """continue the run in --out from its last checkpoint, or start it"""
     overwrite: bool = False
@@ -97,10 +93,12 @@ class SharedFlags:
     init_from: str = ""
     """start from the weights of this run folder"""
 
+    typical_length: ClassVar[int] = 0  # tokens of a usual sequence, where those are far shorter than the context
+
     def check(self):
         """Raise UserError for a value that cannot work."""
         at_least = {"steps": 1, "batch_size": 1, "micro_batch": 0, "warmup": 0, "seed": 0, "threads": 0, "save_every": 1,
-                    "eval_every": 1, "eval_tokens": 0}
+                    "eval_every": 1}
         for name, least in at_least.items():
             require(self, name, getattr(self, name) >= least, f"must be at least {least}")
         for name, most in {"batch_size": 10**6, "threads": 1024, "steps": 10**12, "ssa_n": 1e6}.items():
@@ -114,7 +112,6 @@ class SharedFlags:
         require(self, "min_lr", self.min_lr <= self.lr, f"must be at most --lr={self.lr}")
         require(self, "beta2", 0 <= self.beta2 < 1, "must be at least 0 and below 1")
         require(self, "dropout", 0 <= self.dropout < 1, "must be at least 0 and below 1")
-        require(self, "data_timeout", 0 <= self.data_timeout < math.inf, "must be a number of seconds, at least 0")
         require(self, "seed", self.seed < 2**63, "must be below 2^63")
         require(self, "batch_size", not self.micro_batch or self.batch_size % self.micro_batch == 0,
                 f"must be a multiple of --micro-batch={self.micro_batch}")
@@ -129,10 +126,33 @@ class SharedFlags:
         require(self, "init_from", self.resume or not self.init_from or Path(self.init_from).is_dir(),
                 "no such folder; name a run folder")
 
+    def default_out(self, script):
+        """The run folder where --out names none."""
+        return f"runs/{script}-{self.preset}-{self.scorer}-s{self.seed}"
+
     def scorer_options(self):
         """The chosen scorer's options, for ssa.make_scorer."""
         return {"ssa": dict(b=self.ssa_b, n=self.ssa_n, freeze=self.ssa_freeze),
                 "temperature": dict(tau=self.tau, freeze=self.tau_freeze)}.get(self.scorer, {})
+
+
+@dataclass
+class TextFlags(SharedFlags):
+    """What every trainer takes that reads text."""
+
+    data: str = ""
+    """training text: a known name or a path"""
+    cache_dir: str = "data"
+    """folder for tokenised text"""
+    data_timeout: float = 600
+    """seconds to wait for token files that `python data.py` is still writing"""
+    eval_tokens: int = 65536
+    """tokens in an evaluation on the way (0: all); the last one always sees all"""
+
+    def check(self):
+        super().check()
+        require(self, "eval_tokens", self.eval_tokens >= 0, "must be at least 0")
+        require(self, "data_timeout", 0 <= self.data_timeout < math.inf, "must be a number of seconds, at least 0")
 
 
 def flag(name):
@@ -156,7 +176,7 @@ def parse(Config, presets, default_preset, argv=None, script=None):
     script = script or Path(sys.argv[0]).stem
     try:
         config = _with_preset(Config, presets, default_preset, argv)
-        config.out = config.out or f"runs/{script}-{config.preset}-{config.scorer}-s{config.seed}"
+        config.out = config.out or config.default_out(script)
         saved = None
         if config.resume and (Path(config.out) / "config.json").exists():
             config, saved = _resumed(Config, config.out, argv)
@@ -184,8 +204,7 @@ def _with_preset(Config, presets, default_preset, argv):
 def _resumed(Config, out, argv):
     from files import read_json  # here, because files.py needs UserError from this file
     saved = read_json(Path(out) / "config.json", "restore it, or start anew with --overwrite")
-    known = {f.name for f in fields(Config)}
-    flags = {name: value for name, value in saved.get("flags", {}).items() if name in known}
+    flags = _checked(Config, saved, Path(out) / "config.json")
     before = replace(Config(), **{**flags, "resume": True, "overwrite": False})
     config = tyro_cli(Config, argv, before)
     if config.preset == "auto":
@@ -193,10 +212,24 @@ def _resumed(Config, out, argv):
     config.out = out
     for f in fields(Config):
         then, now = getattr(before, f.name), getattr(config, f.name)
-        if f.name not in ("out", "resume", "overwrite", "data_timeout", "dry_run") and then != now:
+        if f.name not in NOT_TRAINING and then != now:
             raise UserError(f"{flag(f.name)}={now}: the run in {out} was started with {flag(f.name)}={then}; leave the flag "
                             "out to continue it, or choose another --out")
     return config, saved
+
+
+def _checked(Config, saved, path):
+    """The flags in config.json that this version has. A checksum proves that a file is whole, not that it means well: so
+    every value must be of its flag's type."""
+    flags, given = {}, saved.get("flags")
+    for f in fields(Config):
+        if isinstance(given, dict) and f.name in given:
+            value = flags[f.name] = given[f.name]
+            same = type(value) is type(f.default) or {type(value), type(f.default)} == {int, float}
+            choices = get_args(f.type)
+            if not same or (choices and value not in choices):
+                raise UserError(f"{path}: {flag(f.name)}={value}: cannot be right; restore it, or start anew with --overwrite")
+    return flags
 
 
 def tyro_cli(Config, argv, default):

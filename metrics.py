@@ -3,36 +3,52 @@
 One JSON object a line. A training step has step, loss, lr, grad_norm and its speed; an evaluation has step and its results.
 """
 
+import hashlib
 import io
 import json
 import os
 import sys
+from pathlib import Path
 
-from files import write_atomically
+from files import sha256, write_atomically
 from flags import UserError
 
 
 class Metrics:
-    """metrics.jsonl, one JSON object a line; opened at a step, the lines after it (of a run that was killed) are cut off."""
+    """metrics.jsonl, one JSON object a line; opened at a step, the lines after it (of a run that was killed) are cut off.
 
-    def __init__(self, folder, step, process=0):
+    mark: what `mark()` gave when the checkpoint of that step was saved, so that damage to the lines before it is noticed.
+    """
+
+    def __init__(self, folder, step, process=0, mark=None):
         self.path = folder / "metrics.jsonl"
         if process:  # process 0 of the run writes them
-            self.file = open(os.devnull, "w", encoding="utf-8")
-            return
-        kept = [line for line in read_metrics(self.path) if line["step"] <= step] if step else []
-        if step and (not kept or kept[-1]["step"] < step):
-            print(f"warning: {self.path}: damaged or cut short; its lines after step {kept[-1]['step'] if kept else 0} are "
-                  "lost", file=sys.stderr)
-        write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept).encode("utf-8"))
-        self.file = open(self.path, "a", encoding="utf-8")
+            self.path = Path(os.devnull)
+        content = self.path.read_bytes() if step and self.path.exists() else b""
+        kept = content[:mark[0]] if mark else content
+        if step and not process and not (mark and sha256(kept) == mark[1]):
+            lines = [line for line in read_metrics(self.path) if line["step"] <= step]
+            kept = "".join(json.dumps(line) + "\n" for line in lines).encode("utf-8")
+            print(f"warning: {self.path}: damaged, its lines up to step {step} are not what was written; {len(lines)} are still "
+                  "legible and kept", file=sys.stderr)
+        if not process:
+            write_atomically(self.path, kept)
+        self.size, self.digest = len(kept), hashlib.sha256(kept)
+        self.file = open(self.path, "ab")
 
     def write(self, **values):
+        line = (json.dumps(values) + "\n").encode("utf-8")
         try:
-            self.file.write(json.dumps(values) + "\n")
+            self.file.write(line)
             self.file.flush()
         except OSError as error:
             raise UserError(f"{self.path}: cannot be written ({error.strerror}); free some space, then --resume") from None
+        self.size += len(line)
+        self.digest.update(line)
+
+    def mark(self):
+        """Size and sha256 of what has been written so far."""
+        return [self.size, self.digest.hexdigest()]
 
     def sync(self):
         """Put the lines on disk; called before a checkpoint, which must never be ahead of them."""
@@ -40,21 +56,30 @@ class Metrics:
 
 
 def read_metrics(path):
-    """The whole lines of a metrics.jsonl; a last line that a kill cut short is left out, and nothing after it is read."""
+    """The whole lines of a metrics.jsonl: not a last one that a kill cut short, nor one that is damaged beyond reading."""
     lines = []
     if path.exists():
         for line in path.read_bytes().splitlines(keepends=True):
             try:
                 values = json.loads(line)
-            except ValueError:
-                break
-            if not line.endswith(b"\n") or not isinstance(values, dict) or "step" not in values:
-                break
-            lines.append(values)
+            except (ValueError, RecursionError):
+                continue
+            if line.endswith(b"\n") and isinstance(values, dict) and isinstance(values.get("step"), int):
+                lines.append(values)
     return lines
 
 
-def plot_loss(folder, baseline=None):
+def last_evaluation(lines, steps, folder):
+    """The evaluation after the last step, among the lines that `read_metrics` gave. Raises UserError where damage has taken it:
+    an earlier one in its place would be a lie."""
+    for line in reversed(lines):
+        if "val_loss" in line and line["step"] == steps:
+            return line
+    raise UserError(f"{folder / 'metrics.jsonl'}: its last evaluation is lost; the weights are whole, so evaluate them, or train "
+                    "anew with --overwrite")
+
+
+def plot_loss(folder, baseline=None, ylabel="loss (nats a token)"):
     """loss.png from metrics.jsonl: training loss of every step, evaluations, and the unigram baseline, in nats a token."""
     import matplotlib
     matplotlib.use("Agg")  # no screen needed
@@ -70,7 +95,7 @@ def plot_loss(folder, baseline=None):
             axes.plot(*zip(*points), marker="o", ms=3, label=name)
     if baseline is not None:
         axes.axhline(baseline, color="grey", ls="--", lw=1, label="unigram baseline (val)")
-    axes.set(xlabel="step", ylabel="loss (nats a token)")
+    axes.set(xlabel="step", ylabel=ylabel)
     axes.legend()
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=120, format="png")

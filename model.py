@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from config import MODEL_PRESETS, ModelConfig  # noqa: F401  (imported from here by everyone who has torch anyway)
+from config import MODEL_PRESETS, ModelConfig, main_memory  # noqa: F401  (imported from here by everyone who has torch anyway)
 from ssa import make_scorer
 from ssa_flash import attend
 
@@ -34,6 +34,10 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, weight.shape, weight, self.bias, self.eps)
 
 
+def make_norm(config):
+    return nn.Identity() if config.norm == "none" else LayerNorm(config)
+
+
 def rotary_angles(config, positions):
     """cos and sin of position * 10000^(-2i / rotary_dim): two (T, rotary_dim / 2) float32 tensors."""
     i = torch.arange(0, config.rotary_dim, 2, device=positions.device, dtype=torch.float32)
@@ -47,6 +51,13 @@ def rotate(x, cos, sin):
     first, second, rest = x.split([half, half, x.size(-1) - 2 * half], -1)
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+
+
+def within(segments):
+    """Positions (B, T) counted from where each run of equal numbers in `segments` (B, T) begins."""
+    places = torch.arange(segments.size(1), device=segments.device).expand_as(segments)
+    begins = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
+    return places - (places * begins).cummax(1).values
 
 
 class Attention(nn.Module):
@@ -94,25 +105,46 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.pre = config.norm == "pre"
-        self.norm1, self.attn = LayerNorm(config), Attention(config)
-        self.norm2, self.ff = LayerNorm(config), FeedForward(config)
+        self.post = config.norm == "post"
+        self.norm1, self.attn = make_norm(config), Attention(config)
+        self.norm2, self.ff = (make_norm(config), FeedForward(config)) if config.n_ff else (None, None)
 
-    def forward(self, x, angles, mask, past):
-        if self.pre:
-            y, kv = self.attn(self.norm1(x), angles, mask, past)
-            x = x + y
-            return x + self.ff(self.norm2(x)), kv
-        y, kv = self.attn(x, angles, mask, past)
-        x = self.norm1(x + y)
-        return self.norm2(x + self.ff(x)), kv
+    def forward(self, x, angles, mask, past, chosen=None):
+        """x (B, T, C) -> (B, T, C), or (N, C) of the N positions where boolean chosen (B, T) is True: after the attention no
+        position needs another one. And the keys and values of all tokens so far."""
+        y, kv = self.attn(x if self.post else self.norm1(x), angles, mask, past)
+        x = self.norm1(x + y) if self.post else x + y
+        if chosen is not None:
+            x = x[chosen]  # (B, T, C) -> (N, C)
+        if self.ff:
+            x = self.norm2(x + self.ff(x)) if self.post else x + self.ff(self.norm2(x))
+        return x, kv
 
 
-class Transformer(nn.Module):
-    """See the top of the file. `config` is a ModelConfig; weights start as in GPT-2."""
+class MaskedHead(nn.Module):
+    """What RoBERTa puts between its last layer and the transposed embedding, and the bias behind that."""
 
     def __init__(self, config):
         super().__init__()
+        self.dense = nn.Linear(config.n_embd, config.n_embd)
+        self.norm = LayerNorm(config)
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+
+    def forward(self, x, embedding):
+        """x (..., C), embedding (V, C) -> logits (..., V)."""
+        return F.linear(self.norm(F.gelu(self.dense(x))), embedding, self.bias)
+
+
+class Transformer(nn.Module):
+    """See the top of the file. `config` is a ModelConfig; weights start as in GPT-2.
+
+    Raises RuntimeError for a model larger than the machine's memory (instead of being killed by the system halfway).
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        if 4 * config.n_weights > main_memory() > 0 and torch.get_default_device().type != "meta":
+            raise RuntimeError(f"{4 * config.n_weights / 2**30:,.0f} GB of weights, {main_memory() / 2**30:,.0f} GB of memory")
         self.config = config
         C = config.n_embd
         if config.vocab_size:
@@ -122,52 +154,70 @@ class Transformer(nn.Module):
         if config.positions == "learned":
             self.position = nn.Embedding(config.context, C)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.norm = LayerNorm(config)  # after the last block (pre-norm) or after the embedding (post-norm, as in BERT)
+        self.norm = make_norm(config)  # after the last block (pre-norm) or after the embedding (post-norm, as in BERT)
         if config.n_out:
             self.read_out = nn.Linear(C, config.n_out)
+        if config.mlm_head:
+            self.head = MaskedHead(config)
         self.apply(self._init)
 
     def _init(self, module):
         # GPT-2: 0.02 everywhere; what a block adds to the residual stream is scaled down by sqrt(number of additions), so
-        # that the stream's variance does not grow with depth.
+        # that the stream's variance does not grow with depth. (Post-norm, as in RoBERTa, normalises the stream itself.)
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
-        if isinstance(module, (Attention, FeedForward)):  # apply() visits children first, so this comes after the 0.02
+        # apply() visits children first, so this comes after the 0.02.
+        if isinstance(module, (Attention, FeedForward)) and self.config.norm != "post":
             nn.init.normal_(module.proj.weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
 
-    def forward(self, inputs, targets=None, *, key_mask=None, cache=None):
+    def forward(self, inputs, targets=None, *, key_mask=None, segments=None, cache=None, first_position=0,
+                at_targets=False):
         """inputs (B, T) token ids or (B, T, n_in) numbers -> (outputs, loss).
 
         outputs: logits (B, T, V), or (B, T, n_out). loss: mean cross-entropy in nats of the targets (B, T) other than -100;
-        None without targets. key_mask: boolean (B, keys), False = padding that nobody may attend to. cache: a list from
-        `new_cache()`, filled in place, so that the next call goes on where this one ended. Raises ValueError when the
-        tokens, cached ones included, outgrow the context.
+        None without targets. key_mask: boolean (B, keys), False = padding that nobody may attend to. segments: integers
+        (B, T) that number the sentences which share a row, one after the other: each attends to itself alone and counts its
+        learned positions from its own start (encoders only; rotary positions are relative anyway). cache: a list from
+        `new_cache()`, filled in place, so that the next call goes on where this one ended. first_position: of the first
+        token. at_targets: outputs of the N positions that have a target alone, (N, V): a masked language model needs few.
+        Raises ValueError when the tokens, cached ones included, outgrow the context.
         """
         config = self.config
-        T, earlier = inputs.size(1), cache[0][0].size(2) if cache and cache[0] else 0
+        T, earlier = inputs.size(1), first_position + (cache[0][0].size(2) if cache and cache[0] else 0)
         if earlier + T > config.context:
             raise ValueError(f"{earlier + T} tokens are more than the model's context of {config.context}")
         positions = torch.arange(earlier, earlier + T, device=inputs.device)
         x = self.embed(inputs) if config.vocab_size else self.read_in(inputs)  # (B, T, C)
         if config.positions == "learned":
-            x = x + self.position(positions)
+            x = x + self.position(positions if segments is None else within(segments))
         if config.norm == "post":
             x = self.norm(x)
         x = F.dropout(x, config.dropout, self.training)
         angles = rotary_angles(config, positions) if config.positions == "rotary" else None
         mask = None if key_mask is None else key_mask[:, None, None, :]  # (B, keys) -> (B, 1, 1, keys)
+        if segments is not None:
+            mask = segments[:, None, :, None] == segments[:, None, None, :]  # (B, T) -> (B, 1, T, T)
+        chosen, last = targets != -100 if at_targets else None, config.n_layer - 1
         for i, block in enumerate(self.blocks):
-            x, kv = block(x, angles, mask, cache[i] if cache else None)
+            x, kv = block(x, angles, mask, cache[i] if cache else None, chosen if i == last else None)
             if cache:
                 cache[i] = kv
-        if config.norm == "pre":
+        if config.norm != "post":
             x = self.norm(x)
-        outputs = self.read_out(x) if config.n_out else F.linear(x, self.embed.weight)  # (B, T, V): tied embedding
+        if at_targets:
+            targets = targets[chosen]  # (B, T) -> (N,)
+        outputs = self._read_out(x)
         if targets is None:
             return outputs, None
-        return outputs, F.cross_entropy(outputs.flatten(0, 1).float(), targets.flatten(), ignore_index=-100)
+        return outputs, F.cross_entropy(outputs.flatten(0, -2).float(), targets.flatten(), ignore_index=-100)
+
+    def _read_out(self, x):
+        """x (..., C) -> (..., n_out), or logits (..., V) through the tied embedding."""
+        if self.config.n_out:
+            return self.read_out(x)
+        return self.head(x, self.embed.weight) if self.config.mlm_head else F.linear(x, self.embed.weight)
 
     def new_cache(self):
         """An empty key/value cache for `forward`."""

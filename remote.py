@@ -3,7 +3,8 @@ interrupted.
 
 A corpus is pinned by a commit of its repository, so its files never change. The Hugging Face hub tells the size and
 sha256 of every file of a commit (Git LFS knows a file by its sha256). That listing is recorded at the first download,
-beside the files, and from then on nothing that differs is used. Files come one by one, when their turn to be read is
+beside the files, and from then on nothing that differs is used. GitHub tells a file's size only: its sha256 is taken when it
+first arrives, and recorded. Files come one by one, when their turn to be read is
 there, over https only. No code of a repository is run: what is read is parquet and plain text.
 
 HF_ENDPOINT=https://... names a mirror of the hub.
@@ -31,12 +32,13 @@ class File:
     name: str
     url: str
     size: int  # bytes
-    sha256: str
+    sha256: str | None  # None: recorded when the file first arrives
 
 
 @dataclass(frozen=True)
 class Remote:
-    """A folder of a hub repository at a commit, or one file of another publisher (`files` given here)."""
+    """A folder of a repository at a commit: of the hub, or of GitHub (`names` given here); or one file of another publisher
+    (`files` given here)."""
 
     origin: str  # what is pinned, for people and for the manifest
     n_files: int
@@ -44,6 +46,7 @@ class Remote:
     large: bool = False  # too large to be tokenised on the way into training
     ending: str = ".parquet"  # of the names that are taken
     files: tuple[File, ...] = ()
+    names: tuple[str, ...] = ()
 
 
 def on_hub(repository, commit, folder, *counts, **more):
@@ -67,6 +70,29 @@ CORPORA = {
         File("input.txt", "https://raw.githubusercontent.com/karpathy/char-rnn/6f9487a6fe5b420b7ca9afb0d7c078e37c1d1b4e"
              "/data/tinyshakespeare/input.txt", 1_115_394,
              "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"),)),
+}
+
+GITHUB = "https://raw.githubusercontent.com"
+ZORRO = """agreement_determiner_noun-across_1_adjective agreement_determiner_noun-between_neighbors
+    agreement_subject_verb-across_prepositional_phrase agreement_subject_verb-across_relative_clause
+    agreement_subject_verb-in_question_with_aux agreement_subject_verb-in_simple_question anaphor_agreement-pronoun_gender
+    argument_structure-dropped_argument argument_structure-swapped_arguments argument_structure-transitive
+    binding-principle_a case-subjective_pronoun ellipsis-n_bar filler-gap-wh_question_object filler-gap-wh_question_subject
+    irregular-verb island-effects-adjunct_island island-effects-coordinate_structure_constraint
+    local_attractor-in_question_with_aux npi_licensing-matrix_question npi_licensing-only_npi_licensor
+    quantifiers-existential_there quantifiers-superlative"""
+
+
+def on_github(repository, commit, folder, names, rows):
+    return Remote(f"{repository}@{commit}/{folder}", len(names), rows, names=tuple(names))
+
+
+# What is read line by line, a sentence each, and not as documents (mlm_data.py, grammar.py); rows: lines.
+SENTENCES = {
+    "aochildes": on_github("phueb/BabyBERTa", "dae23f7a968158636f6143e98062e8102902eb4a", "data/corpora", ["aochildes.txt"],
+                           893_989),
+    "zorro": on_github("phueb/Zorro", "3b62dae0615dcc41114010a7ed755413e5e670db", "sentences/babyberta",
+                       [f"{name}.txt" for name in ZORRO.split()], 92_000),
 }
 
 
@@ -123,16 +149,45 @@ def hub_listing(remote: Remote) -> list[dict]:
     return sorted(found, key=lambda file: file["name"])
 
 
+def github_listing(remote: Remote) -> list[dict]:
+    """Name and size of the files of a pinned folder, as GitHub tells them now."""
+    url = GITHUB
+    try:
+        found = []
+        for name in remote.names:
+            url = github_address(remote, name)
+            with connect(url) as answer:
+                found.append({"name": name, "size": int(answer.headers["Content-Length"]), "sha256": None})
+        return found
+    except (OSError, http.client.HTTPException, ValueError, TypeError) as error:
+        raise UserError(f"{url}: cannot be reached ({one_line(error)}); check the network, or load the files by hand and name "
+                        "their path") from None
+
+
+def github_address(remote: Remote, name: str) -> str:
+    return f"{GITHUB}/{remote.origin.replace('@', '/', 1)}/{name}"
+
+
 def listing(remote: Remote, folder: Path) -> list[File]:
     """The files of a corpus: known here, or recorded in the folder, or else asked for and recorded."""
     if remote.files:
         return list(remote.files)
     path = folder / f"files-{remote.n_files}.json"  # corpora that share a folder list different files of it
     if not path.exists():
-        write_json(path, {"origin": remote.origin, "files": hub_listing(remote)})
+        write_json(path, {"origin": remote.origin, "files": (github_listing if remote.names else hub_listing)(remote)})
     files = read_json(path, "delete it, it will be asked for anew")["files"]
-    return [File(file["name"], f"{hub_address(remote, GET)}/{file['name']}", file["size"], file["sha256"])
-            for file in files]
+    return [File(file["name"], github_address(remote, file["name"]) if remote.names else
+                 f"{hub_address(remote, GET)}/{file['name']}", file["size"], file["sha256"]) for file in files]
+
+
+def record(remote: Remote, folder: Path, name: str):
+    """Note the sha256 of a file that has arrived."""
+    path = folder / f"files-{remote.n_files}.json"
+    values = read_json(path, "delete it, it will be asked for anew")
+    for file in values["files"]:
+        if file["name"] == name:
+            file["sha256"] = file_sha256(folder / name)
+    write_json(path, values)
 
 
 def download(file: File, folder: Path) -> Path:
@@ -178,7 +233,7 @@ def load(file: File, part: Path, have: int):
 
 def check(path: Path, file: File):
     """Raise UserError, and remove the file, unless it has the size and sha256 that were published or recorded."""
-    if path.stat().st_size != file.size or file_sha256(path) != file.sha256:
+    if path.stat().st_size != file.size or file.sha256 not in (None, file_sha256(path)):
         path.unlink()
         raise UserError(f"{path}: its size or sha256 is not the one known of {file.url}; it was removed, the same "
                         "command loads it again")
@@ -186,7 +241,7 @@ def check(path: Path, file: File):
 
 def fetch(name: str, cache_dir: Path) -> Iterator[Path]:
     """The files of a named corpus in order, each downloaded when it is asked for."""
-    remote = CORPORA[name]
+    remote = (CORPORA | SENTENCES)[name]
     # Named by the commit too: files of another revision must never mix with these.
     _, repository, part = remote.origin.split("/", 2)
     folder = cache_dir / "downloads" / repository.replace("@", "-") / part.replace("/", "-")
@@ -197,4 +252,7 @@ def fetch(name: str, cache_dir: Path) -> Iterator[Path]:
     for file in listing(remote, folder):
         if "/" in file.name or "\\" in file.name or file.name.startswith("."):
             raise UserError(f"{folder}: a listed file is called {file.name!r}, no plain name; delete the folder")
-        yield download(file, folder)
+        path = download(file, folder)
+        if file.sha256 is None:
+            record(remote, folder, file.name)
+        yield path

@@ -4,6 +4,7 @@ Decisions (device, dtype, threads, micro-batch, compile, path) are taken once, p
 and reused when the run is resumed, so that a resumed run computes what the undisturbed one would have.
 """
 
+import ctypes
 import math
 import os
 import platform
@@ -29,7 +30,8 @@ from flags import UserError, fail, flag
 # the makers' data sheets. MFU is reported on these devices only.
 PEAK_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "4090": 165e12}
 
-RUN_FILES = ("config.json", "model.safetensors", "metrics.jsonl", "summary.json", "loss.png", "sample.txt")
+RUN_FILES = ("config.json", "model.safetensors", "metrics.jsonl", "summary.json", "loss.png", "sample.txt", "shift.json",
+             "tokenizer.json")
 
 
 # -------------------------------------------------------------------------------------------------------------- decisions
@@ -40,8 +42,9 @@ def decide(flags, model, saved=None, processes=1):
 
     Raises UserError where a flag asks for what this machine cannot do.
     """
-    if saved:
+    if saved is not None:
         decisions = dict(saved)
+        _require_known(decisions, f"{flags.out}/config.json")
         _require_device(decisions["device"], "the run was started on it; resume it there")
         share = share_of_batch(flags, processes)
         decisions["micro_batch"] = math.gcd(decisions["micro_batch"], share)  # the run may have had another number of processes
@@ -49,7 +52,7 @@ def decide(flags, model, saved=None, processes=1):
         torch.set_num_threads(decisions["threads"])
         return decisions
     decisions, reasons = {}, {}
-    decisions["device"], reasons["device"] = _pick_device(flags.device)
+    decisions["device"], reasons["device"] = pick_device(flags.device)
     if flags.threads:
         torch.set_num_threads(flags.threads)
     decisions["threads"], reasons["threads"] = torch.get_num_threads(), "--threads" if flags.threads else "PyTorch's choice"
@@ -62,13 +65,23 @@ def decide(flags, model, saved=None, processes=1):
     return decisions
 
 
+def _require_known(decisions, path):
+    """Raise UserError for decisions that this program does not take."""
+    choices = {"device": ("cpu", "cuda", "mps"), "dtype": ("float32", "bfloat16"), "path": ssa_flash.PATHS,
+               "compile": ("off", "on"), "threads": range(1, 1025), "micro_batch": range(1, 10**6 + 1)}
+    for name, known in choices.items():
+        if decisions.get(name) not in known:
+            raise UserError(f"{path}: {name} {decisions.get(name)!r}: cannot be right; restore it, or start anew with "
+                            "--overwrite")
+
+
 def _require_device(device, remedy):
     available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if not available[device]:
         raise UserError(f"--device={device}: this machine or this PyTorch has none; {remedy}")
 
 
-def _pick_device(wanted):
+def pick_device(wanted):
     if wanted != "auto":
         _require_device(wanted, "use --device=auto")
         return wanted, "--device"
@@ -93,7 +106,7 @@ def _pick_micro_batch(flags, model, device, processes):
     if flags.micro_batch:
         return flags.micro_batch, "--micro-batch"
     # About 16k tokens fill a GPU and 8k the caches and cores of a CPU; more only costs memory.
-    most = max(1, (16384 if device == "cuda" else 8192) // model.context)
+    most = max(1, (16384 if device == "cuda" else 8192) // (flags.typical_length or model.context))
     size = max(d for d in range(1, min(share, most) + 1) if share % d == 0)
     return size, f"{share // size} a step" if processes == 1 else f"{share // size} a step on each of {processes} processes"
 
@@ -108,7 +121,7 @@ def _pick_dtype(wanted, decisions, model):
 
     def operands(dtype):  # of the feed-forward product of this model
         return (torch.randn(shape, device=decisions["device"], dtype=dtype)
-                for shape in ((rows, model.n_embd), (model.n_embd, model.n_ff)))
+                for shape in ((rows, model.n_embd), (model.n_embd, model.n_ff or model.n_embd)))
 
     pairs = {dtype: tuple(operands(dtype)) for dtype in (torch.float32, torch.bfloat16)}
     times = {dtype: [] for dtype in pairs}
@@ -153,6 +166,17 @@ def _pick_compile(flags, decisions):
     return "on", "fuses the passes of the plain path over the scores"
 
 
+def keep_freed_memory():
+    """On Linux: what is freed stays with this process, for the next step asks for as much again. Otherwise glibc gives blocks
+    back to the kernel and gets them anew, page by page: 4,000 page faults a step of BabyBERTa, a fifth of its time."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):  # another C library, another operating system
+        return
+    mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, the highest that glibc takes: smaller blocks come from the heap
+    mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: whose free end is not given back
+
+
 def machine(device):
     """Processor, Python and PyTorch in one line, for the summary."""
     name = torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} x {processor()}"
@@ -193,25 +217,28 @@ def open_run(flags, saved):
     While this process lives no other one may train in it."""
     folder = Path(flags.out)
     _lock(folder)
-    if saved:
-        for stale in folder.glob(".*.tmp"):  # what a kill left half written
-            stale.unlink(missing_ok=True)
-        return folder
     try:
         if folder.exists() and not folder.is_dir():
             raise UserError(f"--out={flags.out}: is a file; name a folder")
-        content = [p.name for p in folder.iterdir()] if folder.exists() else []
-        ours = [name for name in content if name in RUN_FILES or re.fullmatch(r"resume-\d+\.pt(\.sha256)?", name)]
+        content = {p.name for p in folder.iterdir()} if folder.exists() else set()
+        ours = {name for name in content
+                if name in RUN_FILES or re.fullmatch(r"resume-\d+\.pt(\.sha256)?|\..+\.\d+\.tmp", name)}
+        half_written = {name for name in ours if name.endswith(".tmp")}  # by a process that was killed
         # Others write a config.json too; every run of ours begins with its metrics.
-        if content and "metrics.jsonl" not in ours:
+        if content and not saved and "metrics.jsonl" not in ours:
             raise UserError(f"--out={flags.out}: is not empty and not a run folder; choose another folder")
-        if content and not flags.overwrite:
-            raise UserError(f"--out={flags.out}: holds a run already; continue it with --resume, replace it with --overwrite, "
-                            "or choose another folder")
-        for name in ours:
+        # Nothing but empty metrics: a process was killed before config.json was there, and nothing is lost.
+        begun = content and (content - half_written != {"metrics.jsonl"} or (folder / "metrics.jsonl").stat().st_size)
+        if begun and not saved and not flags.overwrite:
+            remedy = "continue it with --resume" if "config.json" in ours else "its config.json is gone; restore it"
+            raise UserError(f"--out={flags.out}: holds a run already; {remedy}, replace it with --overwrite, or choose another "
+                            "folder")
+        # The metrics go last: a folder without them is no longer one of ours.
+        for name in sorted(half_written if saved else ours, key=lambda name: name == "metrics.jsonl"):
             (folder / name).unlink()
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "metrics.jsonl").touch()
+        if not saved:
+            (folder / "metrics.jsonl").touch()
         return folder
     except OSError as error:
         raise UserError(f"--out={flags.out}: cannot be written ({error.strerror}); choose another folder") from None
@@ -224,6 +251,9 @@ def _lock(folder):
         lock.acquire()
     except filelock.Timeout:
         raise UserError(f"--out={folder}: another process is training in it; wait for it, or choose another folder") from None
+    except OSError as error:
+        raise UserError(f"--out={folder}: its lock {lock.lock_file} cannot be opened ({error.strerror}), perhaps another user's; "
+                        "remove that file, or name another folder for such files with TMPDIR") from None
     _locks.append(lock)  # held until this process ends, however it ends
 
 

@@ -186,7 +186,7 @@ class SplitWriter:
         while used < len(ids) and not self.full:
             shard = self.entry["shards"][self.number]
             part = ids[used : used + shard["tokens"] - self.size]
-            self.file = self.file or open(self.partial, "wb")
+            self.file = self.file or self.new_file()
             self.file.write(part)
             self.digest.update(part)
             self.bytes += self.tokenizer.count_bytes(part)
@@ -194,6 +194,10 @@ class SplitWriter:
             if self.size == shard["tokens"]:
                 self.finish(number, used)
         return used - start
+
+    def new_file(self):
+        self.partial.unlink(missing_ok=True)  # what a killed process left
+        return open(self.partial, "xb")  # x: a new file, so never one elsewhere that a link of this name points to
 
     @property
     def partial(self) -> Path:

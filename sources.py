@@ -72,12 +72,17 @@ def read_jsonl(path: Path) -> Documents:
     return filled(path, jsonl_records(path))
 
 
+LONGEST_LINE = 32 * 2**20  # bytes of JSON: more than any book; a line takes some ten times as much memory, a .gz unpacks
+
+
 def jsonl_records(path: Path) -> Iterator[tuple[str, object, object]]:
     """(where, text, id) of every line."""
     offset = 0
-    with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as lines:
-        for number, raw in enumerate(lines, 1):
+    with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as file:
+        for number, raw in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), 1):
             where = f"{path} line {number}"
+            if len(raw) > LONGEST_LINE:
+                raise UserError(f"{where}: longer than {LONGEST_LINE:,} bytes; cut this document into several")
             line, offset = decode_utf8(raw, where, offset).strip(), offset + len(raw)
             if not line:
                 continue

@@ -179,6 +179,7 @@ class Sparsemax(Scorer):
             total = ordered.cumsum(-1)
             count = torch.arange(1, z.size(-1) + 1, device=z.device, dtype=z.dtype)
             support = (1 + count * ordered > total).sum(-1, keepdim=True)  # how many weights are positive
+            support = support.clamp_min(1)  # 0 for NaN, which goes on into the weights
             threshold = (total.gather(-1, support - 1) - 1) / support
         # The threshold solves sum(max(z - threshold, 0)) = 1. One Newton step, differentiated while the threshold itself
         # is not, leaves its value and gives it the gradient of the implicit function theorem.
@@ -199,7 +200,7 @@ class Entmax15(Scorer):
             variance = (ordered.square().cumsum(-1) / count - mean.square()).clamp_min(0)
             # With the largest `count` scores positive, sum (z - threshold)^2 = 1 is a quadratic; this is its lower root.
             candidates = mean - (1 / count - variance).clamp_min(0).sqrt()
-            support = (candidates <= ordered).sum(-1, keepdim=True)
+            support = (candidates <= ordered).sum(-1, keepdim=True).clamp_min(1)  # 0 for NaN, which goes on into the weights
             threshold = candidates.gather(-1, support - 1)
         above = (z - threshold).relu()  # and one Newton step carries the gradient, as in Sparsemax
         threshold = threshold + (above.square().sum(-1, keepdim=True) - 1) / (2 * above.sum(-1, keepdim=True))
@@ -245,6 +246,8 @@ class CosFormer(Scorer):
         """Angles pi/2 * position / M of the queries (Q,) and keys (K,). The queries are the last Q of the K positions."""
         if positions is None:
             positions = torch.arange(K, device=like.device)
+        if Q > K:
+            raise ValueError(f"{Q} queries are more than the {K} keys, at whose last positions they stand")
         if K > self.horizon:
             raise ValueError(f"{K} keys are more than cosformer's horizon of {self.horizon}")
         angle = positions.to(like.dtype) * (math.pi / 2 / self.horizon)

@@ -17,11 +17,11 @@ import sys
 from dataclasses import dataclass
 
 from config import MODEL_PRESETS, ModelConfig
-from flags import SharedFlags, UserError, fail, parse, require
+from flags import TextFlags, UserError, fail, parse, require
 
 
 @dataclass
-class Flags(SharedFlags):
+class Flags(TextFlags):
     """Train a decoder-only language model with any attention scorer."""
 
     ood: str = ""
@@ -113,7 +113,7 @@ import run
 from data import bits_per_byte, prepare
 from distributed import Processes, errors_in_one_line
 from files import write_atomically, write_json
-from metrics import plot_loss, read_metrics
+from metrics import last_evaluation, plot_loss, read_metrics
 from model import Transformer
 from tokens import VOCAB_SIZES
 from training import Training
@@ -219,10 +219,7 @@ def finish(training, corpus):
     """Sample, loss curve and summary of a run that has reached its last step."""
     folder, flags, model, decisions = training.folder, training.flags, training.model, training.decisions
     lines = read_metrics(folder / "metrics.jsonl")
-    last = next((line for line in reversed(lines) if "val_loss" in line), None)
-    if last is None:
-        raise UserError(f"{folder / 'metrics.jsonl'}: its evaluations are lost; the weights are whole, so evaluate them, or "
-                        "train anew with --overwrite")
+    last = last_evaluation(lines, flags.steps, folder)
     eot = torch.tensor([[corpus.tokenizer.eot]], device=decisions["device"])  # the sample begins as a document does
     tokens = model.generate(eot, flags.sample_tokens, temperature=0.8, top_k=50, n_tokens=corpus.tokenizer.vocab_size,
                             generator=torch.Generator(decisions["device"]).manual_seed(flags.seed))

@@ -24,7 +24,7 @@ import torch
 from tqdm import tqdm
 
 import run
-from checkpoint import load_checkpoint, load_tensors, load_weights, restore, save_checkpoint
+from checkpoint import load_checkpoint, load_tensors, load_weights, restore, save_checkpoint, save_model
 from files import one_line, read_json
 from flags import UserError, fail
 from metrics import Metrics
@@ -40,17 +40,18 @@ class Training:
 
     def __init__(self, flags, saved, processes, make_model, digest=None, schedule=run.learning_rate):
         self.flags, self.processes, self.schedule = flags, processes, schedule
+        data = f"--data={flags.data}" if digest else ""
         if saved and saved.get("data") != digest:
-            raise UserError(f"--data={flags.data}: the text or its tokens have changed since this run began; restore them, or "
-                            "start anew with another --out")
+            raise UserError(f"{data}: the text or its tokens have changed since this run began; restore them, or start anew "
+                            "with another --out")
         self.step, state, complaints = load_checkpoint(flags.out) if saved else (0, None, [])
         for complaint in complaints:
             print(f"warning: {complaint}; the checkpoint before it is used", file=sys.stderr)
-        processes.require_same(digest, f"--data={flags.data}: has another text here than on process 0; copy --cache-dir")
+        processes.require_same(digest, f"{data}: has another text here than on process 0; copy --cache-dir")
         processes.require_same(self.step, f"--out={flags.out}: has other checkpoints here than on process 0; use a shared "
                                "folder")
         self.model = self._make_model(make_model, fresh=state is None)
-        decisions = run.decide(flags, self.model, saved and saved["decisions"], processes.count)
+        decisions = run.decide(flags, self.model, saved and saved.get("decisions", {}), processes.count)
         self.decisions = processes.from_first(decisions)
         self.device = self.decisions["device"]
         if not self.model.scorers()[0].trains_qk:
@@ -60,7 +61,7 @@ class Training:
             run.write_config(self.folder, flags, self.model, self.decisions, data=digest)
         self._restore(state)
         processes.get_in_step()
-        self.metrics = Metrics(self.folder, self.step, processes.number)
+        self.metrics = Metrics(self.folder, self.step, processes.number, state and state.get("metrics"))
         self.eval_model = run.compiled(self.model, self.decisions)
         self.forward, self.rows = processes.wrap(self.eval_model), processes.rows(flags.batch_size)
         self.interrupted, self.stop = run.Interrupted(), False
@@ -92,6 +93,8 @@ class Training:
             restore(self.model, self.optimizer, state, f"{self.flags.out}: checkpoint {self.step}")
             run.set_random_state(state["random"], self.device)
             self.scorer_start, self.seconds_before = state["scorer_start"], state["seconds"]
+            if self.processes.first:  # a kill may have come between the last checkpoint and these weights
+                save_model(self.folder / "model.safetensors", self.model, self.step)
             print(f"resumed after step {self.step}")
 
     @property
@@ -149,7 +152,8 @@ class Training:
         self.metrics.sync()
         save_checkpoint(self.folder, self.step, self.model, dict(
             step=self.step, model=self.model.state_dict(), optimizer=self.optimizer.state_dict(),
-            random=run.random_state(self.device), scorer_start=self.scorer_start, seconds=self.seconds))
+            random=run.random_state(self.device), scorer_start=self.scorer_start, seconds=self.seconds,
+            metrics=self.metrics.mark()))
 
     def end(self):
         """After the loop: whether the run is complete and this process is the one to finish it. Says how to continue a run

@@ -24,11 +24,12 @@ TINY = ["--n-layer=2", "--n-head=2", "--n-kv-head=1", "--n-embd=16", "--context=
         "--dtype=float32", "--threads=1", "--ood=none", "--data=text.txt"]
 
 
-def command(script, *flags, cwd, check=True, fresh=False, **env):
+def command(script, *flags, cwd, check=True, fresh=False, before=None, **env):
     """Run `python <script> <flags>` in a folder; -> the finished process, its output as text.
 
     Importing torch takes seconds. So the script runs in a fork of this process, which has imported it, with everything else
-    as on the command line; `fresh`, or an operating system without fork, starts a new interpreter.
+    as on the command line; `fresh`, or an operating system without fork, starts a new interpreter. before: what the fork
+    calls first, to set limits or traps for itself.
     """
     argv, env = [str(ROOT / script), *map(str, flags)], {**os.environ, "PYTHONUTF8": "1", **env}
     if fresh or not hasattr(os, "fork"):
@@ -38,7 +39,7 @@ def command(script, *flags, cwd, check=True, fresh=False, **env):
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             child = os.fork()
             if child == 0:
-                _run_script(argv, cwd, env, out, err)
+                _run_script(argv, cwd, env, out, err, before)
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             texts = [(file.seek(0), file.read().decode("utf-8"))[1] for file in (out, err)]
         done = subprocess.CompletedProcess(argv, code, *texts)
@@ -47,7 +48,7 @@ def command(script, *flags, cwd, check=True, fresh=False, **env):
     return done
 
 
-def _run_script(argv, cwd, env, out, err):
+def _run_script(argv, cwd, env, out, err, before=None):
     """In the child: become `python <argv>`, and never return."""
     code = 1
     try:
@@ -57,6 +58,8 @@ def _run_script(argv, cwd, env, out, err):
         os.dup2(err.fileno(), 2)
         sys.stdout, sys.stderr = open(1, "w", encoding="utf-8"), open(2, "w", encoding="utf-8")
         sys.argv = argv
+        if before:
+            before()
         runpy.run_path(argv[0], run_name="__main__")
         code = 0
     except SystemExit as stop:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import data
+import mlm_data
 import remote
 import sources
 from conftest import TINY, command
@@ -271,3 +272,28 @@ def test_without_pyarrow_one_line_says_what_to_install(hub, tmp_path, monkeypatc
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with line("parquet files need pyarrow; pip install pyarrow"):
         read("fineweb", tmp_path)
+
+
+def test_sentences_from_github_are_recorded_when_they_first_arrive(hub, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(remote, "GITHUB", f"https://127.0.0.1:{hub.server_port}")
+    pinned = remote.SENTENCES["aochildes"]
+    assert re.fullmatch(r"phueb/BabyBERTa@[0-9a-f]{40}/data/corpora", pinned.origin) and pinned.rows == 893_989
+    monkeypatch.setitem(remote.SENTENCES, "aochildes", remote.on_github("phueb/BabyBERTa", "c" * 40, "data/corpora",
+                                                                        ["aochildes.txt"], 2))
+    address = f"/phueb/BabyBERTa/{'c' * 40}/data/corpora/aochildes.txt"
+    hub.files[address], hub.faults["cut"] = b"see the dog .\nyou see it .\n", 10  # and the connection breaks once
+    path, = mlm_data.paths("aochildes", tmp_path)
+    assert path.read_bytes() == hub.files[address] and mlm_data.read_sentences(path) == ["see the dog .", "you see it ."]
+    note = json.loads((path.parent / "files-1.json").read_text(encoding="utf-8"))["files"][0]
+    assert note == {"name": "aochildes.txt", "size": 27, "sha256": hashlib.sha256(hub.files[address]).hexdigest()}
+    asked = len(hub.requests)
+    assert mlm_data.paths("aochildes", tmp_path) == [path] and len(hub.requests) == asked  # nothing is asked for again
+    path.write_bytes(b"see the cat .\nyou see it .\n")
+    with pytest.raises(UserError, match="its size or sha256 is not the one known"):
+        mlm_data.paths("aochildes", tmp_path)
+    hub.files[address] = b"one line\n"
+    shutil.rmtree(path.parent)
+    mlm_data.paths("aochildes", tmp_path)
+    assert "has 1 lines, but 2 are expected" in capsys.readouterr().err
+    with pytest.raises(UserError, match="cannot be reached"):
+        mlm_data.paths("zorro", tmp_path)

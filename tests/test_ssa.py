@@ -1,6 +1,7 @@
 """What ssa.py promises. Each test states one sentence twice, ours and an independent reference's, and compares."""
 
 import math
+import os
 
 import entmax
 import mpmath
@@ -21,7 +22,7 @@ a_score = st.sampled_from(SPECIAL) | st.floats(-9, 9, width=32) | st.floats(allo
 a_row = st.lists(st.tuples(a_score, st.floats(-1, 1), st.booleans()), min_size=1, max_size=6)  # (score, dP, allowed?)
 any_b = st.floats(-4, 4).map(lambda e: 10**e)  # 1e-4 .. 1e4
 any_n = st.sampled_from([1.0, 64.0]) | st.floats(1, 64)
-often = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+often = settings(max_examples=int(os.environ.get("SSA_EXAMPLES", 100)), deadline=None, derandomize=True, database=None)
 
 
 def randn(*shape, seed=0, dtype=F64):
@@ -265,6 +266,8 @@ def test_cosformer_wants_q_and_k_and_no_more_keys_than_its_horizon():
         scorer(torch.zeros(4, 3, 5))
     with pytest.raises(ValueError, match="5 keys are more than cosformer's horizon of 4"):
         attention(q, k, v, scorer)
+    with pytest.raises(ValueError, match="3 queries are more than the 2 keys"):
+        attention(q, k[:, :, :2], v[:, :, :2], scorer)
     assert [name for name in SCORERS if SCORERS[name].needs_qk] == ["cosformer"]
 
 

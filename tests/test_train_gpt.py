@@ -15,7 +15,7 @@ import torch
 
 import run
 from checkpoint import load_run
-from conftest import ROOT, TINY, command, refused, snapshot, start
+from conftest import ROOT, TINY, command, start
 from flags import SharedFlags
 from metrics import read_metrics
 
@@ -205,59 +205,6 @@ def test_a_reader_that_leaves_ends_the_run_with_one_line(folder):
     errors = process.stderr.read()
     assert process.wait(timeout=60) == 1 and "stdout was closed" in errors and "Traceback" not in errors, errors
     assert "BrokenPipe" not in errors
-
-
-def damage(path, how):
-    content = bytearray(path.read_bytes())
-    if how == "a flipped bit":
-        content[len(content) // 2] ^= 1
-    elif how == "cut short":
-        del content[len(content) // 2:]
-    else:
-        content[100:1100] = bytes(1000)
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize("how", ["a flipped bit", "cut short", "zeros"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(folder, undisturbed, how):
-    shutil.copytree(undisturbed, folder, dirs_exist_ok=True)
-    damage(folder / "r" / "resume-00000400.pt", how)
-    done = command(SCRIPT, "--out=r", "--resume", cwd=folder)
-    assert "resume-00000400.pt: its checksum does not fit" in done.stderr and "resumed after step 380" in done.stdout
-    same_end(folder, undisturbed)
-
-
-def test_when_every_checkpoint_is_damaged_nothing_is_lost_and_the_user_decides(folder, undisturbed):
-    shutil.copytree(undisturbed, folder, dirs_exist_ok=True)
-    for path in (folder / "r").glob("resume-*.pt"):
-        damage(path, "a flipped bit")
-    before = snapshot(folder)
-    refused(command(SCRIPT, "--out=r", "--resume", cwd=folder, check=False), "no whole checkpoint is left")
-    assert snapshot(folder) == before
-
-
-@pytest.mark.parametrize("file", ["r/config.json", "r/model.safetensors", "data"])
-def test_damage_to_any_file_that_is_read_is_named(folder, undisturbed, file):
-    shutil.copytree(undisturbed, folder, dirs_exist_ok=True)
-    path = next((folder / "data").rglob("*train*")) if file == "data" else folder / file
-    damage(path, "a flipped bit")
-    flags = [*TINY, "--init-from=r"] if "model" in file else ["--out=r", "--resume"]
-    refused(command(SCRIPT, *flags, cwd=folder, check=False), path.name)
-
-
-def test_a_pickle_in_place_of_a_checkpoint_is_not_executed(folder, undisturbed):
-    import hashlib
-    import pickle
-    shutil.copytree(undisturbed, folder, dirs_exist_ok=True)
-
-    class Bomb:
-        def __reduce__(self):
-            return (open, (str(folder / "exploded"), "w"))
-    for path in (folder / "r").glob("resume-*.pt"):
-        path.write_bytes(pickle.dumps(Bomb()))
-        path.with_name(path.name + ".sha256").write_text(hashlib.sha256(path.read_bytes()).hexdigest(), encoding="utf-8")
-    refused(command(SCRIPT, "--out=r", "--resume", cwd=folder, check=False), "not a checkpoint of this program")
-    assert not (folder / "exploded").exists()
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(folder):

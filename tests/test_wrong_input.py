@@ -1,6 +1,7 @@
 """Wrong flags and files, through the real command: one line on stderr, exit code 2, nothing written or lost.
 
-A newcomer adds a row to WRONG.
+A newcomer adds a row to WRONG, and with a script of its own an entry. (Scripts
+that need a trained run or a data set have theirs in test_eval.py, test_tasks.py, test_icl.py and test_grammar.py.)
 """
 
 import os
@@ -19,68 +20,136 @@ def train(folder, *flags, **more):
     return command(SCRIPT, *TINY, *flags, cwd=folder, **more)
 
 
-# (flags after TINY, what the line must say). One row a mistake; those that need no torch take a tenth of a second.
-WRONG = [
-    ("--scorer=sofmax", "'sofmax'"),
-    ("--preset=huge", "--preset=huge: unknown; choose one of laptop"),
-    ("--steps=-3", "--steps=-3: must be at least 1"),
-    ("--steps=many", "'many'"),
-    ("--steps", "--steps"),
-    ("--stepz=3", "--stepz=3"),
-    ("--batch-size=0", "--batch-size=0"),
-    ("--batch-size=10 --micro-batch=3", "multiple of --micro-batch=3"),
-    ("--lr=nan", "--lr=nan"),
-    ("--lr=-1", "--lr=-1.0"),
-    ("--min-lr=5", "--min-lr=5.0: must be at most"),
-    ("--beta2=1", "--beta2=1.0"),
-    ("--dropout=1", "--dropout=1.0"),
-    ("--seed=-1", "--seed=-1"),
-    ("--n-head=3", "--n-head=3: does not divide"),
-    ("--n-head=2 --n-kv-head=4", "--n-kv-head=4: does not divide"),
-    ("--n-embd=6 --n-head=2", "rotating dimensions"),
-    ("--n-layer=0", "--n-layer=0"),
-    ("--context=1", "--context=1: must be at least 2"),
-    ("--ssa-b=0", "--ssa-b=0.0"),
-    ("--ssa-b=1e39", "--ssa-b=1e+39: must be between"),
-    ("--batch-size=1000000000000", "must be at most 1e+06"),
-    ("--threads=1000000000", "must be at most 1024"),
-    ("--n-embd=1000000000", "does not fit into memory"),
-    ("--ssa-n=1", "--ssa-n=1.0: must be greater than 1"),
-    ("--scorer=softmax --ssa-b=2", "only --scorer=ssa has it"),
-    ("--tau=2", "only --scorer=temperature has it"),
-    ("--resume --overwrite", "--overwrite=True: contradicts --resume"),
-    ("--init-from=nowhere", "--init-from=nowhere: no such folder"),
-    ("--tokenizer=words", "--tokenizer=words"),
-    ("--data=", "--data="),
-    ("--data=nowhere.txt", "nowhere.txt"),
-    ("--data=empty.txt", "empty.txt"),
-    ("--data=empty-folder", "empty-folder"),
-    ("--data=latin1.txt", "latin1.txt"),
-    ("--data=broken.jsonl", "broken.jsonl"),
-    ("--data=short.txt", "short"),
-    ("--context=8000", "too few for one window of --context=8000"),
-    ("--ood=nowhere.txt", "nowhere.txt"),
-    ("--path=sdpa", "--path=sdpa: the fused kernel of PyTorch computes softmax"),
-    ("--out=text.txt", "--out=text.txt: is a file"),
-    ("--out=text.txt/run", "--out=text.txt/run"),
-    ("--out=.", "not a run folder"),
-    ("--cache-dir=text.txt/data", "text.txt"),
-    ("--init-from=empty-folder", "config.json"),
-]
+# script -> the flags that each of its rows begins with, and its rows: (more flags, what the line must say). One row a mistake;
+# those that need no torch take a tenth of a second.
+WRONG = {
+    "train_gpt.py": (TINY, [
+        ("--scorer=sofmax", "'sofmax'"),
+        ("--preset=huge", "--preset=huge: unknown; choose one of laptop"),
+        ("--steps=-3", "--steps=-3: must be at least 1"),
+        ("--steps=many", "'many'"),
+        ("--steps", "--steps"),
+        ("--stepz=3", "--stepz=3"),
+        ("--batch-size=0", "--batch-size=0"),
+        ("--batch-size=10 --micro-batch=3", "multiple of --micro-batch=3"),
+        ("--lr=nan", "--lr=nan"),
+        ("--lr=-1", "--lr=-1.0"),
+        ("--min-lr=5", "--min-lr=5.0: must be at most"),
+        ("--beta2=1", "--beta2=1.0"),
+        ("--dropout=1", "--dropout=1.0"),
+        ("--seed=-1", "--seed=-1"),
+        ("--n-head=3", "--n-head=3: does not divide"),
+        ("--n-head=2 --n-kv-head=4", "--n-kv-head=4: does not divide"),
+        ("--n-embd=6 --n-head=2", "rotating dimensions"),
+        ("--n-layer=0", "--n-layer=0"),
+        ("--context=1", "--context=1: must be at least 2"),
+        ("--ssa-b=0", "--ssa-b=0.0"),
+        ("--ssa-b=1e39", "--ssa-b=1e+39: must be between"),
+        ("--batch-size=1000000000000", "must be at most 1e+06"),
+        ("--threads=1000000000", "must be at most 1024"),
+        ("--n-embd=1000000000", "must be a whole number, at most 10000000"),
+        ("--n-embd=1000000", "does not fit into memory"),
+        ("--n-layer=1000000000", "must be a whole number, at most 1000"),
+        ("--ssa-n=1", "--ssa-n=1.0: must be greater than 1"),
+        ("--scorer=softmax --ssa-b=2", "only --scorer=ssa has it"),
+        ("--tau=2", "only --scorer=temperature has it"),
+        ("--resume --overwrite", "--overwrite=True: contradicts --resume"),
+        ("--init-from=nowhere", "--init-from=nowhere: no such folder"),
+        ("--tokenizer=words", "--tokenizer=words"),
+        ("--data=", "--data="),
+        ("--data=nowhere.txt", "nowhere.txt"),
+        ("--data=empty.txt", "empty.txt"),
+        ("--data=empty-folder", "empty-folder"),
+        ("--data=latin1.txt", "latin1.txt"),
+        ("--data=broken.jsonl", "broken.jsonl"),
+        ("--data=short.txt", "short"),
+        ("--context=8000", "too few for one window of --context=8000"),
+        ("--ood=nowhere.txt", "nowhere.txt"),
+        ("--path=sdpa", "--path=sdpa: the fused kernel of PyTorch computes softmax"),
+        ("--out=text.txt", "--out=text.txt: is a file"),
+        ("--out=text.txt/run", "--out=text.txt/run"),
+        ("--out=.", "not a run folder"),
+        ("--cache-dir=text.txt/data", "text.txt"),
+        ("--init-from=empty-folder", "config.json"),
+    ]),
+    "data.py": (["docs.jsonl", "--tokenizer=bytes", "--tokens=60000", "--workers=1"], [
+        ("--tokens=0", "--tokens=0.0: must be at least 100"),
+        ("--tokens=x", "'x'"),
+        ("--tokens=nan", "--tokens=nan"),
+        ("--tokens=1e14", "50,000 files"),
+        ("--workers=-1", "--workers=-1"),
+        ("--shard-tokens=1", "--shard-tokens=1.0"),
+        ("--tokenizer=words", "'words'"),
+        ("--cache-dir=docs.jsonl/x", "docs.jsonl/x"),
+        ("other.jsonl", "other.jsonl"),
+    ]),
+    "bench.py": ([], [
+        ("--lengths=many", "--lengths=many"),
+        ("--seconds=0", "--seconds=0.0"),
+        ("--threads=-1", "--threads=-1"),
+        ("--tokens=0", "--tokens=0"),
+        ("--devise=cpu", "--devise=cpu"),
+        ("--out=text.txt", "--out=text.txt: cannot be written"),
+    ]),
+}
 
 
-@pytest.mark.parametrize("flags, part", WRONG)
-def test_wrong_input_gets_one_line_and_leaves_nothing(folder, flags, part):
+@pytest.mark.parametrize("script, flags, part", [(script, *row) for script, (_, rows) in WRONG.items() for row in rows])
+def test_wrong_input_gets_one_line_and_leaves_nothing(folder, script, flags, part):
     (folder / "empty.txt").touch()
     (folder / "empty-folder").mkdir()
     (folder / "latin1.txt").write_bytes("déjà vu ".encode("latin-1") * 100)
     (folder / "broken.jsonl").write_text('{"text": "one"}\n{"text": \n', encoding="utf-8")
+    (folder / "docs.jsonl").write_text("".join(f'{{"text": "document {i}"}}\n' for i in range(40)), encoding="utf-8")
     (folder / "short.txt").write_text("short", encoding="utf-8")
     before = snapshot(folder)
-    done = command(SCRIPT, *TINY, *flags.split(), cwd=folder, check=False)
+    done = command(script, *WRONG[script][0], *flags.split(), cwd=folder, check=False)
     refused(done, part)
     left = {name for name in snapshot(folder) if name not in before and not name.startswith("data/")}  # data/: a cache
     assert not left and all(snapshot(folder)[name] == content for name, content in before.items())
+
+
+# The same for train_babyberta.py, with sentences.
+WRONG_SENTENCES = [
+    ("--data=", "--data=: name sentences"),
+    ("--data=nowhere.txt", "nowhere.txt: cannot be read"),
+    ("--data=sentences.txt,nowhere.txt", "nowhere.txt: cannot be read"),
+    ("--data=empty.txt", "empty.txt: has no sentence"),
+    ("--data=latin1.txt", "latin1.txt: not UTF-8 at byte 1"),
+    ("--data=long.txt", "no sentence is left of 1: 0 have fewer than 3 words, 1 more than 32 tokens"),
+    ("--data=short.txt", "no sentence is left of 1: 1 have fewer than 3 words"),
+    ("--ood=nowhere.txt", "nowhere.txt: cannot be read"),
+    ("--tokenizer=sentences.txt", "sentences.txt: is not a file of the library `tokenizers`"),
+    ("--tokenizer=nowhere.json", "nowhere.json: cannot be read"),
+    ("--tokenizer=bare.json", "bare.json: has no token <mask>"),
+    ("--vocab-size=10", "--vocab-size=10: must be between 300 and 65536"),
+    ("--order=random", "'random'"),
+    ("--leave-unmasked=1", "--leave-unmasked=1.0"),
+    ("--context=3", "--context=3: must be at least 4"),
+    ("--n-head=3", "--n-head=3: does not divide"),
+    ("--export-hf=hf", "--export-hf=hf: RobertaForMaskedLM computes softmax, not ssa"),
+    ("--import-hf=nowhere", "nowhere: cannot be read"),
+    ("--import-hf=nowhere --init-from=empty-folder", "--import-hf=nowhere: contradicts --init-from"),
+]
+
+
+@pytest.mark.parametrize("flags, part", WRONG_SENTENCES)
+def test_wrong_sentences_get_one_line_and_leave_nothing(folder, flags, part):
+    from tokenizers import Tokenizer, models
+
+    from test_babyberta import TINY as SMALL
+    from test_babyberta import speech
+    small = [flag for flag in SMALL if not flag.startswith("--tokenizer")] + ["--vocab-size=300"]
+    (folder / "sentences.txt").write_text("\n".join(speech(300)), encoding="utf-8")
+    (folder / "empty.txt").touch()
+    (folder / "empty-folder").mkdir()
+    (folder / "latin1.txt").write_bytes("déjà vu ici\n".encode("latin-1") * 100)
+    (folder / "long.txt").write_text("see the " * 5000, encoding="utf-8")
+    (folder / "short.txt").write_text("see .", encoding="utf-8")
+    Tokenizer(models.BPE()).save(str(folder / "bare.json"))
+    before = snapshot(folder)
+    refused(command("train_babyberta.py", *small, *flags.split(), cwd=folder, check=False), part)
+    assert snapshot(folder) == before
 
 
 def test_a_device_that_is_not_there_is_named(folder):

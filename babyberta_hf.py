@@ -1,0 +1,176 @@
+"""BabyBERTa to and from Hugging Face: our weights under the names of transformers' RobertaForMaskedLM.
+
+    python babyberta_hf.py export RUN DIR      a softmax run -> a folder for AutoModelForMaskedLM.from_pretrained(DIR)
+    python babyberta_hf.py import DIR RUN      such a folder -> a run folder, for eval.py and --init-from
+
+train_babyberta.py has the same as --export-hf=DIR and --import-hf=DIR. transformers itself is not needed.
+
+Two things differ. Their positions begin behind the padding token's id (2 with BabyBERTa's tokenizer), so their table has rows
+in front that no token uses. And they add an embedding of a token's type, of which RoBERTa uses type 0 alone: on the way in it
+is added to our positions, on the way out it is 0. What a scorer trains (SSA's b and n) has no place there.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+
+from checkpoint import load_run, load_weights, save_model
+from config import MODEL_PRESETS, ModelConfig
+from files import one_line, write_atomically, write_json
+from flags import UserError, fail
+from mlm_data import SPECIAL, read_tokenizer
+from model import Transformer
+
+EMBEDDINGS, LAYER = "roberta.embeddings.", "roberta.encoder.layer."
+# Our name -> theirs, outside the layers and inside one of them; attn.qkv, which they keep in three, apart.
+OUTSIDE = {"embed.weight": EMBEDDINGS + "word_embeddings.weight", "norm.weight": EMBEDDINGS + "LayerNorm.weight",
+           "norm.bias": EMBEDDINGS + "LayerNorm.bias", "head.dense.weight": "lm_head.dense.weight",
+           "head.dense.bias": "lm_head.dense.bias", "head.norm.weight": "lm_head.layer_norm.weight",
+           "head.norm.bias": "lm_head.layer_norm.bias", "head.bias": "lm_head.bias"}
+INSIDE = {"attn.proj": "attention.output.dense", "norm1": "attention.output.LayerNorm", "ff.up": "intermediate.dense",
+          "ff.proj": "output.dense", "norm2": "output.LayerNorm"}
+QKV = [f"attention.self.{name}" for name in ("query", "key", "value")]
+
+
+# ---- Names ----------------------------------------------------------------------------------------------------------
+
+
+def to_hf(ours, n_layer, pad):
+    """Our state dict under their names."""
+    theirs = {name: ours[own] for own, name in OUTSIDE.items()}
+    C = ours["embed.weight"].size(1)
+    # (context, C) -> (pad + 1 + context, C)
+    theirs[EMBEDDINGS + "position_embeddings.weight"] = torch.cat([torch.zeros(pad + 1, C), ours["position.weight"]])
+    theirs[EMBEDDINGS + "token_type_embeddings.weight"] = torch.zeros(1, C)
+    for i in range(n_layer):
+        for kind in ("weight", "bias"):
+            for own, name in INSIDE.items():
+                theirs[f"{LAYER}{i}.{name}.{kind}"] = ours[f"blocks.{i}.{own}.{kind}"]
+            for name, part in zip(QKV, ours[f"blocks.{i}.attn.qkv.{kind}"].chunk(3)):  # (3 C, ...) -> 3 x (C, ...)
+                theirs[f"{LAYER}{i}.{name}.{kind}"] = part
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in theirs.items()}
+
+
+def from_hf(theirs, n_layer, pad):
+    """Their state dict under our names. Raises KeyError for a tensor that is missing."""
+    ours = {own: theirs[name] for own, name in OUTSIDE.items()}
+    ours["position.weight"] = (theirs[EMBEDDINGS + "position_embeddings.weight"][pad + 1:]
+                               + theirs[EMBEDDINGS + "token_type_embeddings.weight"][0])
+    for i in range(n_layer):
+        for kind in ("weight", "bias"):
+            for own, name in INSIDE.items():
+                ours[f"blocks.{i}.{own}.{kind}"] = theirs[f"{LAYER}{i}.{name}.{kind}"]
+            ours[f"blocks.{i}.attn.qkv.{kind}"] = torch.cat([theirs[f"{LAYER}{i}.{name}.{kind}"] for name in QKV])
+    return {name: tensor.float() for name, tensor in ours.items()}
+
+
+# ---- Folders --------------------------------------------------------------------------------------------------------
+
+
+def save(model, tokenizer_path, folder):
+    """Write config.json, model.safetensors and the tokenizer's files. Raises UserError for what is not their model."""
+    config, folder, tokenizer = model.config, Path(folder), read_tokenizer(tokenizer_path)
+    if config.scorer != "softmax" or not config.mlm_head:
+        raise UserError(f"{folder}: RobertaForMaskedLM computes softmax, not {config.scorer}; export a softmax run of "
+                        "train_babyberta.py")
+    pad, start, end = (tokenizer.token_to_id(SPECIAL[name]) for name in ("pad", "start", "end"))
+    about = dict(
+        architectures=["RobertaForMaskedLM"], model_type="roberta", vocab_size=config.vocab_size, hidden_size=config.n_embd,
+        num_hidden_layers=config.n_layer, num_attention_heads=config.n_head, intermediate_size=config.n_ff,
+        hidden_act="gelu", layer_norm_eps=config.norm_eps, max_position_embeddings=config.context + pad + 1,
+        type_vocab_size=1, hidden_dropout_prob=config.dropout, attention_probs_dropout_prob=config.dropout,
+        initializer_range=0.02, tie_word_embeddings=True, pad_token_id=pad, bos_token_id=start, eos_token_id=end)
+    special = dict(bos_token=SPECIAL["start"], eos_token=SPECIAL["end"], cls_token=SPECIAL["start"], sep_token=SPECIAL["end"],
+                   unk_token=SPECIAL["unk"], pad_token=SPECIAL["pad"], mask_token=SPECIAL["mask"])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be made ({error.strerror}); choose another folder") from None
+    tensors = to_hf(model.state_dict(), config.n_layer, pad)
+    write_atomically(folder / "model.safetensors", safetensors.torch.save(tensors, metadata={"format": "pt"}))
+    write_atomically(folder / "tokenizer.json", Path(tokenizer_path).read_bytes())
+    for name, values in (("config.json", about), ("tokenizer_config.json", dict(
+            special, tokenizer_class="PreTrainedTokenizerFast", model_max_length=config.context))):
+        write_atomically(folder / name, (json.dumps(values, indent=2) + "\n").encode("utf-8"))
+
+
+def read(folder):
+    """(their config, their tensors) of a folder. Raises UserError. Nothing in it is run."""
+    folder = Path(folder)
+    try:
+        about = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if (folder / "model.safetensors").exists():
+            tensors = safetensors.torch.load_file(folder / "model.safetensors")
+        else:
+            tensors = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+    except (OSError, ValueError, RecursionError, RuntimeError, safetensors.SafetensorError) as error:
+        raise UserError(f"{folder}: cannot be read ({one_line(error)}); name a folder with config.json and model.safetensors of a "
+                        "RobertaForMaskedLM") from None
+    except Exception as error:  # what a foreign file makes torch.load raise
+        raise UserError(f"{folder / 'pytorch_model.bin'}: is no file of weights ({type(error).__name__}); it was not run") from None
+    if about.get("model_type") != "roberta" or about.get("hidden_act", "gelu") != "gelu":
+        raise UserError(f"{folder}: is a {about.get('model_type')} model, not a RobertaForMaskedLM with GELU; name another folder")
+    return about, tensors
+
+
+def shape_of(about):
+    """The fields of our ModelConfig that their config decides."""
+    pad = about.get("pad_token_id", 1)
+    return dict(n_layer=about["num_hidden_layers"], n_head=about["num_attention_heads"],
+                n_kv_head=about["num_attention_heads"], n_embd=about["hidden_size"], n_ff=about["intermediate_size"],
+                context=about["max_position_embeddings"] - pad - 1, vocab_size=about["vocab_size"],
+                norm_eps=about.get("layer_norm_eps", 1e-12))
+
+
+def load(model, folder):
+    """Give our model the weights of a folder; a scorer's scalars stay. Raises UserError where the shapes differ."""
+    about, tensors = read(folder)
+    try:
+        shape = shape_of(about)
+        for name, value in shape.items():
+            if getattr(model.config, name) != value:
+                raise UserError(f"--import-hf={folder}: has {name} {value}, this model {getattr(model.config, name)}; use the same "
+                                "shape and tokenizer")
+        ours = from_hf(tensors, shape["n_layer"], about.get("pad_token_id", 1))
+    except (KeyError, TypeError, IndexError) as error:
+        raise UserError(f"--import-hf={folder}: lacks {error}, so it is no RobertaForMaskedLM; name another folder") from None
+    load_weights(model, ours, folder, skip=(".scorer.",))
+
+
+def import_run(folder, run):
+    """Make a run folder of a folder of theirs that has a tokenizer.json. Raises UserError."""
+    folder, run = Path(folder), Path(run)
+    if run.exists():
+        raise UserError(f"{run}: exists; choose another folder")
+    about, _ = read(folder)
+    text = read_tokenizer(folder / "tokenizer.json").to_str()
+    try:
+        config = ModelConfig(**MODEL_PRESETS["babyberta"] | shape_of(about), scorer="softmax")
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{folder / 'config.json'}: lacks or misstates {error}; name another folder") from None
+    model = Transformer(config)
+    load(model, folder)
+    run.mkdir(parents=True)
+    write_atomically(run / "tokenizer.json", text.encode("utf-8"))
+    save_model(run / "model.safetensors", model, 0)
+    write_json(run / "config.json", dict(flags=dict(preset=f"imported from {folder.name}", data="", steps=0, seed=0),
+                                         model=config.to_dict(), torch=torch.__version__))
+
+
+def main(words):
+    if len(words) != 3 or words[0] not in ("export", "import"):
+        raise UserError(f"babyberta_hf.py {' '.join(words)}: takes export RUN DIR, or import DIR RUN")
+    if words[0] == "import":
+        return import_run(words[1], words[2])
+    save(load_run(words[1])[0], Path(words[1]) / "tokenizer.json", words[2])
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        fail(error)

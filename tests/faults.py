@@ -1,0 +1,151 @@
+"""The long form of the fault tests: many more kills, damages and cases than `pytest tests/test_faults.py` tries.
+
+    python tests/faults.py --out=results/reliability                       about an hour of one core
+    python tests/faults.py --only=kill,damage --kills=10 --damages=30
+
+Each part writes a JSON file with every case, its verdict, the machine and the date, and prints a line of a table. It exits
+with 1 if any case went wrong.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import tyro  # noqa: E402
+
+
+@dataclass
+class Flags:
+    """The long form of the fault tests."""
+
+    out: str = "results/reliability"
+    """folder for the JSON files"""
+    only: str = "kill,damage,hostile,processes,numerics,triton"
+    """parts to run"""
+    programs: str = ""
+    """programs to kill and damage, such as train_gpt,data (all if empty)"""
+    kills: int = 50
+    """of each program, at moments chosen evenly over their kinds"""
+    clock: int = 10
+    """of each program, at random times"""
+    damages: int = 200
+    """of each program's files, and as many of its weights"""
+    processes: int = 10
+    """runs of two processes, one of them killed"""
+    examples: int = 10_000
+    """cases of each numerical test"""
+    triton_examples: int = 100
+    """the same through Triton's interpreter, where a case takes a second"""
+    seed: int = 0
+    """of all choices"""
+
+
+def main(flags):
+    import torch
+
+    import faults_damage
+    import faults_kill
+    import faults_processes
+    from faults_programs import PROGRAMS
+    torch.set_num_threads(1)
+    parts, wrong = flags.only.split(","), 0
+    programs = {name: PROGRAMS[name] for name in (flags.programs.split(",") if flags.programs else PROGRAMS)}
+    print("| what | cases | as it must be | seconds |\n|---|---|---|---|", flush=True)
+    if "kill" in parts:
+        for name, program in programs.items():
+            wrong += part(flags, f"kill-{name}", lambda: judge_kills(
+                faults_kill.long_form(program, flags.kills, flags.clock, flags.seed)))
+    if "damage" in parts:
+        for name, program in programs.items():
+            if program.damageable:
+                wrong += part(flags, f"damage-{name}", lambda: judge(
+                    faults_damage.long_form(program, flags.damages, flags.seed), {"refused", "replaced", "lost"}))
+    if "hostile" in parts:
+        wrong += part(flags, "hostile", lambda: judge(hostile(), {"refused", "handled"}))
+    if "processes" in parts:
+        wrong += part(flags, "processes", lambda: judge_processes(faults_processes.long_form(flags.processes, flags.seed)))
+    if "numerics" in parts:
+        wrong += part(flags, "numerics", lambda: judge(numerics(flags.examples), {"passed"}))
+    if "triton" in parts:
+        wrong += part(flags, "triton", lambda: judge(numerics(flags.triton_examples, TRITON_INTERPRET="1"), {"passed"}))
+    return wrong
+
+
+def part(flags, name, function):
+    """Run a part, write its JSON file, print its line; -> how many cases went wrong."""
+    from run import machine
+    start = time.monotonic()
+    result, n, wrong = function()
+    seconds = round(time.monotonic() - start)
+    chosen = {name: value for name, value in asdict(flags).items() if name != "out"}
+    about = {"date": time.strftime("%Y-%m-%d"), "machine": machine("cpu"), "flags": chosen, "seconds": seconds, "cases": n,
+             "went wrong": wrong}
+    Path(flags.out).mkdir(parents=True, exist_ok=True)
+    lists = [key for key, value in result.items() if isinstance(value, list)]
+    rows = {key: "@" + key for key in lists}  # one line a case
+    text = json.dumps(about | result | rows, indent=1, ensure_ascii=False)
+    for key in lists:
+        cases = ",\n".join("  " + json.dumps(case, ensure_ascii=False) for case in result[key])
+        text = text.replace(f'"@{key}"', f"[\n{cases}\n ]")
+    (Path(flags.out) / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+    print(f"| {name} | {n} | {n - wrong} | {seconds} |", flush=True)
+    return wrong
+
+
+def judge(result, good):
+    """(result, number of cases, how many of them have no verdict in `good`)."""
+    cases = [case for value in result.values() if isinstance(value, list) for case in value if isinstance(case, dict)]
+    return result, len(cases), sum(case["verdict"] not in good for case in cases)
+
+
+def judge_kills(result):
+    cases = result["kills"] + result["kills by the clock"] + result["disk full"]
+    wrong = [case for case in cases if not case["same"] or case["left behind"] or not case.get("one line", True)]
+    return result, len(cases), len(wrong)
+
+
+def judge_processes(result):
+    cases = result["cases"]
+    return result, len(cases), sum(
+        case["seconds until the other ended"] > 60 or len(case["said"]) != 1 or any(case["codes then"])
+        or case["largest difference of a loss"] is None or case["largest difference of a loss"] > 1e-5 for case in cases)
+
+
+def hostile():
+    from faults_hostile import HOSTILE, check
+    from faults_kill import Undisturbed
+    from faults_programs import PROGRAMS
+    with Undisturbed(PROGRAMS["train_gpt"]) as undisturbed:
+        return {"cases": [check(case, undisturbed.folder) for case in HOSTILE]}
+
+
+def numerics(examples, **env):
+    """The property tests through pytest, with so many cases each."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        chosen = ["-k", "triton"] if env else ["-k", "not triton and (numerics or finite or 60_digit)", "tests/test_ssa.py"]
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "2", f"--junitxml={report}", "tests/test_numerics.py", *chosen]
+        subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL,
+                       env={**os.environ, "SSA_EXAMPLES": str(examples), "OMP_NUM_THREADS": "1", **env})
+        cases = []
+        for test in xml.etree.ElementTree.parse(report).iter("testcase"):
+            problems = [problem for problem in test if problem.tag in ("failure", "error", "skipped")]
+            verdict = " ".join(f"{p.tag}: {p.get('message', '')}"[:1500] for p in problems) or "passed"
+            cases.append({"test": test.get("name"), "seconds": float(test.get("time")), "verdict": verdict})
+        skipped = [case for case in cases if case["verdict"].startswith("skipped")]
+        return {"examples of each": examples, "tests": [case for case in cases if case not in skipped],
+                "skipped": [f"{case['test']}: {case['verdict']}" for case in skipped]}
+
+
+if __name__ == "__main__":
+    flags = tyro.cli(Flags)
+    sys.exit(1 if main(replace(flags, out=str(Path(flags.out).resolve()))) else 0)
