@@ -29,9 +29,9 @@ STEPS = 40  # of L-BFGS in a fit
 def ssa_convert(model: nn.Module, n: float = 1024.0, b: float | None = None, freeze: str = "none") -> nn.Module:
     """Switch a transformers model, in place, from its attention to SSA with this b (1/n if None) and n in each head.
 
-    Returns the model. freeze: "none", "b", "n" or "both" do not train. Converting an SSA model sets its b and n anew, with a warning. Build the
-    optimiser afterwards, since the parameters are new. Raises ValueError for values outside b > 0, n > 1, and for a model
-    that does not take its attention from transformers' interface.
+    Returns the model. freeze: "none", "b", "n" or "both" do not train. Converting an SSA model sets its b and n anew, with a
+    warning. Build the optimiser afterwards, since the parameters are new. Raises ValueError for values outside b > 0, n > 1,
+    and for a model that does not take its attention from transformers' interface.
     """
     ssa_register()
     SSA(1, 1.0 if b is None else b, n, freeze)  # raises for a value outside the domain, before anything is changed
