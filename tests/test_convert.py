@@ -105,7 +105,8 @@ def test_near_the_limit_it_is_softmax(tmp_path):
     assert abs(report["loss_change"]) < 1e-3 and 0 < report["mean_total_variation"] < 1e-3
     model.save_pretrained(tmp_path)
     assert_same_model(model, AutoModelForCausalLM.from_pretrained(tmp_path))
-    ssa_convert(model, n=1.5, b=0.8, freeze="both")  # an SSA model is set anew
+    with pytest.warns(UserWarning, match="has SSA already"):
+        ssa_convert(model, n=1.5, b=0.8, freeze="both")  # an SSA model is set anew
     assert ssa_dropin.ssa_distance(model, batches())["mean_total_variation"] > 0.05
     assert not any(parameter.requires_grad for scorer in ssa_scorers(model).values() for parameter in scorer.parameters())
 
@@ -142,9 +143,9 @@ def test_the_fit_finds_the_best_b_and_n():
 
     best = divergence()
     fitted = scorer.raw_b.data.clone(), scorer.raw_n.data.clone()
-    for db, dn in itertools.product((-0.1, 0.0, 0.1), (-0.3, 0.0)):
+    for db, dn in itertools.product((-0.1, 0.0, 0.1), (-0.3, 0.0, 0.3)):
         scorer.raw_b.data, scorer.raw_n.data = fitted[0] + db, fitted[1] + dn
-        assert (divergence() >= best - 1e-5).all()
+        assert ((divergence() >= best - 1e-5) | (scorer.n > 3.0)).all()
 
 
 def test_wrong_conversions_are_refused():

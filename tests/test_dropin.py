@@ -351,3 +351,14 @@ assert not {{"transformers", "flags", "tyro"}} & set(sys.modules), "imports too 
 x = torch.randn(2, 3, 8)
 print(ssa_dropin.SSAMultiheadAttention(8, 2)(x, x, x)[0].shape)
 """
+
+
+def test_replacing_names_subclasses_and_keeps_what_is_shared():
+    class Own(nn.MultiheadAttention):
+        pass
+
+    with pytest.raises(ValueError, match="Own is a subclass"):
+        ssa_replace(nn.ModuleList([nn.MultiheadAttention(8, 2), Own(8, 2)]))
+    shared = nn.MultiheadAttention(8, 2)
+    both = ssa_replace(nn.ModuleList([shared, shared]))
+    assert both[0] is both[1] and type(both[0]) is SSAMultiheadAttention
