@@ -87,7 +87,7 @@ def part(flags, name, function):
     result, n, wrong = function()
     seconds = round(time.monotonic() - start)
     chosen = {name: value for name, value in asdict(flags).items() if name != "out"}
-    about = {"date": time.strftime("%Y-%m-%d"), "machine": machine("cpu"), "flags": chosen, "seconds": seconds, "cases": n,
+    about = {"date": time.strftime("%Y-%m-%d"), "machine": machine("cpu"), "flags": chosen, "seconds": seconds, "count": n,
              "went wrong": wrong}
     Path(flags.out).mkdir(parents=True, exist_ok=True)
     lists = [key for key, value in result.items() if isinstance(value, list)]
