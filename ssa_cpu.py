@@ -23,7 +23,8 @@ from ssa_blockwise import empty_like_heads
 
 SOURCE = Path(__file__).with_name("ssa_cpu.cpp")
 if not SOURCE.exists():  # installed by pip, not run from the repository
-    SOURCE = Path(sys.prefix) / "share" / "ssa" / SOURCE.name
+    roots = SOURCE.parent, Path(sys.prefix)  # pip install --target DIR puts it below DIR
+    SOURCE = next((root / "share" / "ssa" / SOURCE.name for root in roots if (root / "share" / "ssa").is_dir()), SOURCE)
 VECTORS = {"AVX2": ["-mavx2", "-mfma"], "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"]}
 
 
