@@ -4,6 +4,8 @@ Runs are paired by seed: the same initial weights (but for the scorer's own), th
 more than scorers do, so a difference counts only against the interval of the paired differences. One seed has no interval.
 """
 
+import contextlib
+import io
 import json
 import os
 import shlex
@@ -22,16 +24,20 @@ def main(flags):
     """Train, test, print one table, draw; -> the exit code."""
     sys.stdout.reconfigure(line_buffering=True, errors="replace")
     runs = flags.runs()
+    check_first(runs)
+    scorers = len({run.scorer for run in runs})
+    folder = Path(flags.out)
+    if flags.results:
+        folder = Path(flags.results) / (flags.name if scorers <= 2 else f"{flags.name}-{scorers}-scorers")
+    for name, path in (("--out", Path(flags.out)), ("--results", folder)):
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{name}={path}: cannot be written ({error.strerror}); choose another folder") from None
     print(f"preset {flags.preset}, {flags.task} with {flags.asked} labels: {len(runs)} runs -> {flags.out}")
     code = train_all(runs, flags)
     if code:
         return code
-    scorers = len({run.scorer for run in runs})
-    folder = Path(flags.results) / (flags.name if scorers <= 2 else f"{flags.name}-{scorers}-scorers")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--results={flags.results}: cannot be written ({error.strerror}); choose another folder") from None
     results = {}
     for run in runs:
         summary, shift = (read_json(Path(run.out) / name, "train the run again with --overwrite")
@@ -70,10 +76,6 @@ def train_all(runs, flags):
     stopped = []
     for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches the runs, too: they save and end, we wait for them
         signal.signal(number, lambda number, frame: stopped.append(number))
-    try:
-        Path(flags.out).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out={flags.out}: cannot be written ({error.strerror}); choose another folder") from None
     while running or (waiting and not code and not stopped):
         while waiting and len(running) < jobs and not code and not stopped:
             run = waiting.pop(0)
@@ -92,9 +94,24 @@ def train_all(runs, flags):
             print(f"{log.stem}: {last[0]}", file=sys.stderr if process.returncode else sys.stdout)
             code = code or process.returncode
     if stopped:
-        print(f"stopped; continue with\n  {shlex.join(['python', *sys.argv])} --resume")
+        words = [word for word in sys.argv if word not in ("--overwrite", "--resume")]
+        print(f"stopped; continue with\n  {shlex.join(['python', *words, '--resume'])}")
         return 130
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     return code
+
+
+def check_first(runs):
+    """Raise UserError for what this machine cannot do, before any run has begun."""
+    import torch  # here, so that a wrong flag is answered before the seconds that this takes
+
+    from model import Transformer
+    from run import decide
+    with contextlib.redirect_stdout(io.StringIO()):  # the runs print their decisions themselves
+        for run in {run.scorer: run for run in runs}.values():
+            torch.manual_seed(run.seed)
+            decide(run, Transformer(run.model_config()))
 
 
 # ---------------------------------------------------------------------------------------------------------------- the table

@@ -229,7 +229,7 @@ def functions(model, flags):
             predictions = {"model": answer(model, x, y, flags.asked)}
             predictions |= {name: predict(x, y) for name, predict in icl_tasks.LINEAR_BASELINES.items()}
             squared = {name: errors("linear", p, y).mean(0) for name, p in predictions.items()}  # (longest,) each
-            cells.append(dict(sigma_x=sigma_x, sigma_f=sigma_f, variance=sigma_f**2 * (sigma_x**2 + 1), trained=True,
+            cells.append(dict(sigma_x=sigma_x, sigma_f=sigma_f, variance=sigma_f**2 * (sigma_x**2 + 1), trained=trained(flags, T),
                               **{name: e[min(3, T - 1):T].mean().item() for name, e in squared.items()}))
             if sigma_x in (1, 3, 10) and sigma_f in (1, 3, 10):
                 by_examples.append(dict(sigma_x=sigma_x, sigma_f=sigma_f, **{name: e.tolist() for name, e in squared.items()}))

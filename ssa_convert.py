@@ -13,6 +13,7 @@ short training, because n = 1024 and n = 1000 are the same function: fit with a 
 
 import contextlib
 import math
+import warnings
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -22,16 +23,15 @@ from torch import Tensor
 from ssa import SSA, Softmax, masked_softmax, signed_log, ssa
 from ssa_hf import NAME, SCORER, add_scorers, attention_modules, ssa_register, ssa_scorers
 
-
 STEPS = 40  # of L-BFGS in a fit
 
 
 def ssa_convert(model: nn.Module, n: float = 1024.0, b: float | None = None, freeze: str = "none") -> nn.Module:
     """Switch a transformers model, in place, from its attention to SSA with this b (1/n if None) and n in each head.
 
-    Returns the model. freeze: "none", "b", "n" or "both" do not train. Converting an SSA model sets its b and n anew. Build the
-    optimiser afterwards, since the parameters are new. Raises ValueError for values outside b > 0, n > 1, and for a model
-    that does not take its attention from transformers' interface.
+    Returns the model. freeze: "none", "b", "n" or "both" do not train. Converting an SSA model sets its b and n anew, with a
+    warning. Build the optimiser afterwards, since the parameters are new. Raises ValueError for values outside b > 0, n > 1,
+    and for a model that does not take its attention from transformers' interface.
     """
     ssa_register()
     SSA(1, 1.0 if b is None else b, n, freeze)  # raises for a value outside the domain, before anything is changed
@@ -40,6 +40,8 @@ def ssa_convert(model: nn.Module, n: float = 1024.0, b: float | None = None, fre
     if not modules:
         raise ValueError(f"{type(model).__name__} does not take its attention from transformers' AttentionInterface, so it "
                          "cannot be converted")
+    if any(hasattr(module, SCORER) for module in modules.values()):
+        warnings.warn(f"{type(model).__name__} has SSA already; its b and n are set anew", stacklevel=2)
     for module in modules.values():
         setattr(module.config, NAME, options)
         if hasattr(module, SCORER):

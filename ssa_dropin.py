@@ -13,6 +13,8 @@ imported when first asked for, so that this file needs torch alone.
 N batch, L queries, S keys, E = embed_dim, H heads, D = E / H.
 """
 
+import importlib
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -23,14 +25,15 @@ from ssa_mask import ssa_attend, ssa_split_mask
 
 _ELSEWHERE = {"ssa_register": "ssa_hf", "ssa_attention": "ssa_hf", "ssa_scorers": "ssa_hf", "ssa_convert": "ssa_convert",
               "ssa_fit": "ssa_convert", "ssa_distance": "ssa_convert"}
-__all__ = ["SSAMultiheadAttention", "ssa_replace", *_ELSEWHERE]
 
 
 def __getattr__(name):
-    if name in _ELSEWHERE:
-        import importlib
+    if name not in _ELSEWHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
         return getattr(importlib.import_module(_ELSEWHERE[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    except ModuleNotFoundError as error:
+        raise ImportError(f'{name} needs {error.name}: pip install "transformers>=5.24", or this project with [hf]') from error
 
 
 class SSAMultiheadAttention(nn.MultiheadAttention):
@@ -164,18 +167,23 @@ def ssa_replace(module: nn.Module, *, scorer: str = "ssa", **scorer_options) -> 
     is an nn.MultiheadAttention itself, what takes its place).
 
     The projections are the same parameters as before; the scorer's (b and n a head) are new, so build the optimiser after
-    this. scorer and its options as in SSAMultiheadAttention. Raises ValueError if there is nothing to replace.
+    this. scorer and its options as in SSAMultiheadAttention. Raises ValueError if there is nothing to replace, and for a subclass
+    of nn.MultiheadAttention.
     """
     if type(module) is nn.MultiheadAttention:
         return _replaced(module, scorer, scorer_options)
-    count = 0
-    for parent in list(module.modules()):
-        for name, old in list(parent.named_children()):
-            if type(old) is nn.MultiheadAttention:
-                setattr(parent, name, _replaced(old, scorer, scorer_options))
-                count += 1
-    if not count:
+    found = [m for m in module.modules() if isinstance(m, nn.MultiheadAttention) and not isinstance(m, SSAMultiheadAttention)]
+    for other in found:
+        if type(other) is not nn.MultiheadAttention:
+            raise ValueError(f"{type(other).__name__} is a subclass of nn.MultiheadAttention, whose code would be lost; replace "
+                             "it yourself")
+    if not found:
         raise ValueError(f"{type(module).__name__} holds no nn.MultiheadAttention, so there is nothing to replace")
+    new = {id(old): _replaced(old, scorer, scorer_options) for old in found}  # a module in two places stays one
+    for parent in list(module.modules()):
+        for name, old in list(parent._modules.items()):
+            if id(old) in new:
+                setattr(parent, name, new[id(old)])
     return module
 
 

@@ -1,6 +1,6 @@
 """The swap test: a real pretrained model, its softmax taken out and SSA put in. What does it cost, and does training repair it?
 
-    python swap.py FOLDER                       # a minute; FOLDER has stories260K.bin and tok512.bin
+    python swap.py FOLDER                       # two minutes; FOLDER has stories260K.bin and tok512.bin
     python swap.py FOLDER --out=results/swap
 
 The model is karpathy's stories260K (llama2.c), 260,000 parameters of the Llama kind trained on TinyStories. It is loaded into
@@ -27,14 +27,14 @@ from flags import UserError, fail, require, tyro_cli
 class SwapFlags:
     folder: tyro.conf.Positional[str] = ""
     """where stories260K.bin and tok512.bin are"""
-    texts: int = 64
-    """texts that the model writes for fitting and training; half as many to judge by"""
-    length: int = 256
+    texts: int = 512
+    """texts that the model writes for training, the first 32 also for fitting; an eighth as many, at least 8, to judge by"""
+    length: int = 128
     """tokens in each"""
-    steps: int = 200
+    steps: int = 150
     """steps of fine-tuning, each on 8 texts"""
-    lr: float = 1e-3
-    """learning rate of the fine-tuning"""
+    lr: float = 1e-4
+    """highest learning rate of the fine-tuning"""
     n_max: float = 8.0
     """largest n that the fit may choose"""
     seed: int = 0
@@ -181,11 +181,11 @@ def loss_on(model, batches):
 
 
 def fine_tune(model, texts, steps, lr, seed):
-    """Train all parameters, b and n included, with AdamW: 8 texts a step, in random order; lr falls to 0 along a cosine."""
+    """Train all parameters, b and n included, with AdamW: 8 random texts a step; lr rises for a tenth of them, then falls."""
     model.train()
     generator = torch.Generator().manual_seed(seed)
     optimiser = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: min(10 * (step + 1), steps - step) / steps)
     for _ in range(steps):
         batch = texts[torch.randint(len(texts), (8,), generator=generator)]
         optimiser.zero_grad()
@@ -213,7 +213,7 @@ def ways_in(n_max, calibration, seed):
             f"SSA fitted (n below {n_max:g})": fitted}
 
 
-def swap_test(folder, texts=64, length=256, steps=200, lr=1e-3, n_max=8.0, seed=0, progress=print):
+def swap_test(folder, texts=512, length=128, steps=150, lr=1e-4, n_max=8.0, seed=0, progress=print):
     """Put SSA into stories260K in three ways and fine-tune each; -> dict of losses (nats a token), distances, b and n.
 
     "unigram": the baseline's loss; "ways": name -> "loss", "total_variation" (mean over heads; of softmax from itself 0), the
@@ -221,7 +221,7 @@ def swap_test(folder, texts=64, length=256, steps=200, lr=1e-3, n_max=8.0, seed=
     flags of the same names; progress: called with a line on each way.
     """
     softmax, _ = load_stories(folder)
-    train, test = write_texts(softmax, texts, length, seed), write_texts(softmax, texts // 2, length, seed + 1)
+    train, test = write_texts(softmax, texts, length, seed), write_texts(softmax, max(8, texts // 8), length, seed + 1)
     result = {"unigram": unigram_loss(train, test), "ways": {}}
     progress(f"{'unigram baseline':40} loss {result['unigram']:.4f}")
     for name, put_in in ways_in(n_max, as_batches(train[:32]), seed).items():

@@ -127,7 +127,8 @@ def main(flags, saved):
         return model
 
     n_pass = train.n * mlm_data.PATTERNS // flags.batch_size
-    training = Training(flags, saved, processes, make_model, f"{train.digest} tokenizer {sha256(text.encode('utf-8'))}",
+    digest = f"{train.digest} {corpora['val'].digest} tokenizer {sha256(text.encode('utf-8'))}"
+    training = Training(flags, saved, processes, make_model, digest,
                         schedule=lambda step, flags: learning_rate(step, flags, n_pass))
     model, decisions, metrics, device = training.model, training.decisions, training.metrics, training.device
     if processes.first:

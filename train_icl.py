@@ -8,7 +8,7 @@
 A sequence is numbers, one a token: x_1, y_1, x_2, y_2, ... (icl_tasks.py says what y is). They go through a linear read-in, a
 causal Transformer and a linear read-out, which at every x answers with y. A run is a folder, as for train_gpt.py, with the
 tests' numbers in shift.json (icl_shift.py). A comparison is several runs, each a process of its own, with a JSON a run, figures
-and one table in results/icl/. See --help for all flags.
+and one table. See --help for all flags.
 """
 
 import signal
@@ -60,8 +60,8 @@ class Flags(SharedFlags):
     """seeds to train with in a comparison, such as 0,1,2 (--seed alone if empty)"""
     jobs: int = 0
     """runs of a comparison at a time (0: one a CPU core)"""
-    results: str = "results/icl"
-    """folder for the tables and figures of comparisons"""
+    results: str = ""
+    """folder for the tables and figures of a comparison (its run folder if empty)"""
 
     @property
     def asked(self):
@@ -163,10 +163,10 @@ PRESETS = {
 
 if __name__ == "__main__":  # a wrong flag is answered here, before the seconds that importing torch takes
     signal.signal(signal.SIGINT, lambda *_: fail("interrupted before training began; nothing was saved", code=130))
-    argv = sys.argv[1:]
-    if not any(word.startswith(("--scorer", "--compare", "--resume")) for word in argv):
-        argv.append("--compare=ssa,softmax")
-    flags, saved = parse(Flags, PRESETS, default_preset="laptop", argv=argv)
+    names = {word.split("=")[0] for word in sys.argv}
+    if not names & {"--scorer", "--compare"} and not {"--out", "--resume"} <= names:  # the latter resumes a single run
+        sys.argv.append("--compare=ssa,softmax")
+    flags, saved = parse(Flags, PRESETS, default_preset="laptop")
     if flags.compare:  # the parent of a comparison trains nothing itself
         import icl_compare
         try:

@@ -32,6 +32,11 @@ class RunFlags:
         """Raise UserError for a value that cannot work."""
         require(self, "threads", 0 <= self.threads <= 1024, "must be between 0 and 1024")
         self.folders()
+        if getattr(self, "out", ""):  # tried now rather than after hours of work, and left as it was
+            missing = [folder for folder in (Path(self.out), *Path(self.out).parents) if not folder.exists()]
+            result_folder(self)
+            for folder in missing:
+                folder.rmdir()
 
     def folders(self):
         """The run folders named, each of which has a config and a model."""
@@ -40,7 +45,7 @@ class RunFlags:
             raise UserError("RUN: missing; name a run folder, such as runs/train_gpt-laptop-ssa-s0")
         for folder in folders:
             if not folder.is_dir():
-                raise UserError(f"{folder}: no such folder; name a run folder that a trainer of this project wrote")
+                raise UserError(f"{folder}: {'is a file' if folder.exists() else 'no such folder'}; name a run folder that a trainer of this project wrote")
             for name in ("config.json", "model.safetensors"):
                 if not (folder / name).is_file():
                     raise UserError(f"{folder}: has no {name}; name a run folder, trained to its first checkpoint at least")

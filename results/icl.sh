@@ -30,7 +30,7 @@ not_run=(
 
 if [ $# -eq 0 ]; then chosen=("${run[@]}"); else mapfile -t chosen < <(printf '%s\n' "${not_run[@]}" | grep -- "$1"); fi
 for flags in "${chosen[@]}"; do
-    "${PYTHON:-python}" train_icl.py $flags --resume
+    "${PYTHON:-python}" train_icl.py $flags --results=results/icl --resume
 done
 if [ $# -eq 0 ]; then  # two small models for the notebooks
     for scorer in ssa softmax; do

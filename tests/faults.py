@@ -86,8 +86,9 @@ def part(flags, name, function):
     start = time.monotonic()
     result, n, wrong = function()
     seconds = round(time.monotonic() - start)
-    about = {"date": time.strftime("%Y-%m-%d"), "machine": machine("cpu"), "flags": asdict(flags), "seconds": seconds,
-             "cases": n, "went wrong": wrong}
+    chosen = {name: value for name, value in asdict(flags).items() if name != "out"}
+    about = {"date": time.strftime("%Y-%m-%d"), "machine": machine("cpu"), "flags": chosen, "seconds": seconds, "count": n,
+             "went wrong": wrong}
     Path(flags.out).mkdir(parents=True, exist_ok=True)
     lists = [key for key, value in result.items() if isinstance(value, list)]
     rows = {key: "@" + key for key in lists}  # one line a case
@@ -132,7 +133,7 @@ def numerics(examples, **env):
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         chosen = ["-k", "triton"] if env else ["-k", "not triton and (numerics or finite or 60_digit)", "tests/test_ssa.py"]
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", f"--junitxml={report}", "tests/test_numerics.py", *chosen]
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "2", f"--junitxml={report}", "tests/test_numerics.py", *chosen]
         subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL,
                        env={**os.environ, "SSA_EXAMPLES": str(examples), "OMP_NUM_THREADS": "1", **env})
         cases = []

@@ -81,16 +81,15 @@ class TornFile:
 
 
 class Undisturbed:
-    """A finished run of a program: its folder, result, moments (names in their order), seconds, and the sizes of the files that
-    it wrote, in rising order."""
+    """A finished run of a program: its folder, result, moments (names in their order), and the sizes of the files that it
+    wrote, in rising order."""
 
     def __init__(self, program):
         self.program, self._folder = program, folder_for(program)
         self.folder = self._folder.__enter__()
         read = set(self.folder.rglob("*"))
-        report, start = Path(str(self.folder) + ".moments"), time.monotonic()
+        report = Path(str(self.folder) + ".moments")
         program.run(self.folder, *program.again, before=Moments(report))
-        self.seconds = time.monotonic() - start
         self.result, self.moments = program.result(self.folder), report.read_text(encoding="utf-8").splitlines()
         report.unlink()
         written = [path.stat().st_size for path in set(self.folder.rglob("*")) - read if path.is_file()]
@@ -136,12 +135,21 @@ def killed_by_the_clock(undisturbed, seconds):
         return {"killed": [at], **ended_like(undisturbed, folder)}
 
 
+def seconds_of_a_run(program):
+    """As the machine is now, others using it too."""
+    with folder_for(program) as folder:
+        start = time.monotonic()
+        program.run(folder, *program.again, before=short_cuts)
+        return time.monotonic() - start
+
+
 def ended_like(undisturbed, folder):
     """Continue the program in a folder to its end, and compare."""
     done = undisturbed.program.run(folder, *undisturbed.program.again, check=False, before=short_cuts)
     came_from = re.search(r"^resumed after step (\d+)|^continuing after ([\d,]+) tokens", done.stdout, re.M)
     same = done.returncode == 0 and undisturbed.program.result(folder) == undisturbed.result
-    left = [str(p.relative_to(folder)) for p in folder.rglob(".*") if p.name != ".lock"]
+    left = [str(p.relative_to(folder)) for p in folder.rglob(".*")  # half-made token folders go after a day
+            if p.name != ".lock" and ".unfinished-" not in p.parent.name]
     return {"resumed": came_from and came_from[0], "same": same, "left behind": left,
             "error": "" if same else done.stderr[-2000:]}
 
@@ -171,7 +179,7 @@ def long_form(program, kills, clock_kills, seed=0):
         for moment in choose(undisturbed.moments, kills, rng):
             second = [rng.randrange(len(undisturbed.moments) // 2)] if rng.random() < 0.3 else []
             records.append(killed_and_continued(undisturbed, moment, *second))
-        by_clock = [killed_by_the_clock(undisturbed, rng.uniform(0, undisturbed.seconds)) for _ in range(clock_kills)]
+        by_clock = [killed_by_the_clock(undisturbed, rng.uniform(0, seconds_of_a_run(program))) for _ in range(clock_kills)]
         full = [disk_full(undisturbed, size - 1) for size in undisturbed.sizes]
     return {"moments of a run": Counter(undisturbed.moments), "kills": records, "kills by the clock": by_clock,
             "disk full": full}

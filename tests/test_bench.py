@@ -41,3 +41,11 @@ def test_memory_counts_results_and_growth_is_fitted(rows):
             least = one if row["direction"] == "fwd" else 4 * one  # the output, and the gradients of q, k and v
             assert row["extra_bytes"] >= least and row["softmax_extra_bytes"] >= least
             assert math.isfinite(row["time_growth"]) and 0 < row["memory_growth"] < 2
+
+
+def test_the_in_context_step_is_timed_against_gpt2(tmp_path):
+    pytest.importorskip("transformers")
+    command("bench.py", "--icl", "--quick", "--seconds=0.002", "--threads=1", cwd=tmp_path)
+    row = json.loads((tmp_path / "results" / "bench-icl-cpu.json").read_text(encoding="utf-8"))[0]
+    assert KEYS <= set(row) and row["what"] == "icl step" and row["T"] == 81  # 41 points; the last y is read by nobody
+    assert row["times_as_fast"] == pytest.approx(1 / row["ratio"])

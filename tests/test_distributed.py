@@ -92,9 +92,9 @@ def test_a_signal_to_one_stops_all_at_one_step_and_any_number_resumes(folder):
 
 
 def wait_for_lines(run, count):
-    path, deadline = run / "metrics.jsonl", time.monotonic() + 60
+    path, deadline = run / "metrics.jsonl", time.monotonic() + 180
     while not path.exists() or path.read_bytes().count(b"\n") < count:
-        assert time.monotonic() < deadline, "no metrics after a minute"
+        assert time.monotonic() < deadline, "no metrics after three minutes"
         time.sleep(0.002)
 
 
@@ -143,7 +143,7 @@ def test_two_machines_lose_a_worker_and_go_on(folder):
     wait_for_lines(folder / "r", 30)
     [worker] = Path(f"/proc/{nodes[1].pid}/task/{nodes[1].pid}/children").read_text().split()
     os.kill(int(worker), signal.SIGKILL)
-    texts = [node.communicate(timeout=90) for node in nodes]
+    texts = [node.communicate(timeout=240) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], texts
     assert re.search(r"^resumed after step [246]0$", "".join(out for out, _ in texts), re.M), texts
     assert losses(folder / "r", "step")[-1] == 120 and len(losses(folder / "r")) == 120

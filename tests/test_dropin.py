@@ -99,6 +99,8 @@ def test_without_a_batch_and_with_the_causal_hint(batch_first):
         close(ours(x3, x3, x3, **given)[0], theirs(x3, x3, x3, **given)[0])
     with pytest.raises(RuntimeError, match="attn_mask"):
         ours(x, x, x, is_causal=True)
+    _, appended = twins(add_bias_kv=True, batch_first=batch_first)  # every query sees the appended key, hint or no hint
+    close(appended(x, x, x, **given)[0], appended(x, x, x, attn_mask=causal)[0])
 
 
 def test_ssa_is_the_paper_s_formula():
@@ -189,6 +191,14 @@ def test_wrong_arguments_are_named():
         ssa_replace(nn.Linear(2, 2))
     with pytest.raises(AttributeError, match="ssa_nothing"):
         ssa_dropin.ssa_nothing
+
+
+def test_without_transformers_the_rest_works_and_says_what_is_missing(monkeypatch):
+    for name in ("ssa_hf", "ssa_convert"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
+    with pytest.raises(ImportError, match="ssa_convert needs transformers: pip install"):
+        ssa_dropin.ssa_convert
 
 
 # --------------------------------------------------------------------------------------------------------- float masks
@@ -341,3 +351,14 @@ assert not {{"transformers", "flags", "tyro"}} & set(sys.modules), "imports too 
 x = torch.randn(2, 3, 8)
 print(ssa_dropin.SSAMultiheadAttention(8, 2)(x, x, x)[0].shape)
 """
+
+
+def test_replacing_names_subclasses_and_keeps_what_is_shared():
+    class Own(nn.MultiheadAttention):
+        pass
+
+    with pytest.raises(ValueError, match="Own is a subclass"):
+        ssa_replace(nn.ModuleList([nn.MultiheadAttention(8, 2), Own(8, 2)]))
+    shared = nn.MultiheadAttention(8, 2)
+    both = ssa_replace(nn.ModuleList([shared, shared]))
+    assert both[0] is both[1] and type(both[0]) is SSAMultiheadAttention

@@ -46,7 +46,7 @@ def test_a_dry_run_tells_parameters_memory_and_time(tmp_path):
 
 
 def test_shares_of_a_batch():
-    flags = type("Flags", (), {"batch_size": 12, "micro_batch": 0})
+    flags = type("Flags", (), {"batch_size": 12, "micro_batch": 0, "typical_length": 0})
     assert [run.share_of_batch(flags, n) for n in (1, 2, 3, 12)] == [12, 6, 4, 1]
     with pytest.raises(run.UserError, match="must be a multiple of 5"):
         run.share_of_batch(flags, 5)

@@ -91,8 +91,8 @@ def test_killed_and_resumed_ends_byte_for_byte_the_same(tmp_path):
 
 
 def test_a_comparison_trains_tests_and_prints_one_table(tmp_path):
-    done = train(tmp_path, "--compare=ssa,softmax", "--ssa-b=1")
-    folder = tmp_path / "results" / "icl" / "laptop-every-final"
+    done = train(tmp_path, "--compare=ssa,softmax", "--ssa-b=1", "--results=tables")
+    folder = tmp_path / "tables" / "laptop-every-final"
     table = (folder / "table.txt").read_text(encoding="utf-8")
     assert table in done.stdout and re.search(r"^in distribution +\d+\.\d\d +\d+\.\d\d +-?\d+\.\d\d +\d+\.\d\d$", table, re.M)
     assert {p.name for p in folder.iterdir()} == {"ssa-s0.json", "softmax-s0.json", "comparison.json", "table.txt", *(
@@ -102,6 +102,8 @@ def test_a_comparison_trains_tests_and_prints_one_table(tmp_path):
         assert config["flags"]["ssa_b"] == (1.0 if scorer == "ssa" else 0.8) and config["flags"]["scorer"] == scorer
     again = train(tmp_path, "--compare=ssa", "--ssa-b=1", check=False)  # what a run has to say reaches the user
     assert again.returncode == 2 and "holds a run already" in again.stderr and "Traceback" not in again.stderr
+    refused(train(tmp_path, "--compare=ssa", "--path=triton", "--out=new", check=False), "--path=triton")
+    assert not (tmp_path / "new").exists()  # what this machine cannot do is said before any run begins
     assert "ssa-s0: this run was complete" in train(tmp_path, "--compare=ssa", "--ssa-b=1", "--resume").stdout
 
 

@@ -1,6 +1,7 @@
 """Wrong flags and files, through the real command: one line on stderr, exit code 2, nothing written or lost.
 
-A newcomer adds a row to WRONG, and with a script of its own an entry.
+A newcomer adds a row to WRONG, and with a script of its own an entry. (Scripts
+that need a trained run or a data set have theirs in test_eval.py, test_tasks.py, test_icl.py and test_grammar.py.)
 """
 
 import os

@@ -12,8 +12,8 @@ Theorem 1 scales all scores by L, g the gap between the largest score and the ne
     SSA              stays, if two scores are positive      x^-n                      x^-n
     CosFormer        does not change with L                 1/x (x: the key's power)  not by q . k: see `cosformer`
 
-So among weights that are a function of the score alone, what decides is the tail of that function (`tail_decides`), and not
-to collapse under scaling *is* to grow like a power (`why_a_power`). All of this is ours; the paper compares by experiment.
+So among weights that are a function of the score alone, what decides is the tail of that function (`tail_decides`), and where
+scaling leaves odds that are neither 0 nor infinite, these are powers (`why_a_power`). All of this is ours; the paper compares by experiment.
 The definitions are those of ssa.py. m = 1 winner unless said otherwise; ties share as in Theorem 1.
 """
 
@@ -39,8 +39,8 @@ def tail_decides():
 
 @proof
 def why_a_power():
-    """Not to collapse under scaling is to grow like a power. Suppose w(L x) / w(L y) tends to a finite positive limit f(x/y) for
-    all positive scores x, y. Then f(r s) = f(r) f(s), and f(r) = r^n for some n; SSA is the scorer with n >= 1 that is also
+    """Limits under scaling are powers. Suppose w(L x) / w(L y) tends to a finite positive limit f(x/y) for all positive scores
+    x, y. Then f(r s) = f(r) f(s), and f(r) = r^n for some n (n = 0: weights that end by ranking nothing); SSA is the scorer with n >= 1 that is also
     smooth at 0 and treats negative scores as inverses.
 
     By hand: the odds of x against y and of y against z multiply, before and in the limit. For differentiable f, the derivative
