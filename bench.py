@@ -263,7 +263,8 @@ def fitting_presets(config):
     """Presets whose weights, gradients, AdamW state and working memory fit: float32, two models at once."""
     if config.quick:
         return ["laptop"]
-    return [name for name in MODEL_PRESETS if name == "laptop" or memory(config) > 16e9]
+    decoders = [name for name, shape in MODEL_PRESETS.items() if shape.get("causal", True)]
+    return [name for name in decoders if name == "laptop" or memory(config) > 16e9]
 
 
 def memory(config):
