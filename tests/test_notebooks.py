@@ -89,6 +89,7 @@ def test_it_opens_with_a_title_and_versions_and_its_cells_are_small(path):
     assert re.match(r"# \S", source(cells(path, "markdown")[0]))
     if path.parent.name == "notebooks":
         assert re.match(r"Python 3\.\d+", "".join(cells(path, "code")[0]["outputs"][0]["text"]))
+    assert all(len(line) <= 130 for code in python(path) for line in code.splitlines())
     lengths = [len(code.splitlines()) for code in python(path)]
     assert max(lengths) <= LONGEST_CELL and sum(lengths) / len(lengths) <= 11, lengths
 
