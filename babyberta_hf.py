@@ -3,7 +3,8 @@
     python babyberta_hf.py export RUN DIR      a softmax run -> a folder for AutoModelForMaskedLM.from_pretrained(DIR)
     python babyberta_hf.py import DIR RUN      such a folder -> a run folder, for eval.py and --init-from
 
-train_babyberta.py has the same as --export-hf=DIR and --import-hf=DIR. transformers itself is not needed.
+train_babyberta.py has the same as --export-hf=DIR and --import-hf=DIR. transformers itself is not needed. What a folder holds is
+never replaced.
 
 Two things differ. Their positions begin behind the padding token's id (2 with BabyBERTa's tokenizer), so their table has rows
 in front that no token uses. And they add an embedding of a token's type, of which RoBERTa uses type 0 alone: on the way in it
@@ -12,6 +13,7 @@ is added to our positions, on the way out it is 0. What a scorer trains (SSA's b
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 
 import safetensors
@@ -72,7 +74,8 @@ def from_hf(theirs, n_layer, pad):
 
 
 def save(model, tokenizer_path, folder):
-    """Write config.json, model.safetensors and the tokenizer's files. Raises UserError for what is not their model."""
+    """Write config.json, model.safetensors and the tokenizer's files into a new folder (one that has just these is left as it
+    is). Raises UserError for what is not their model, and for a folder that holds anything else."""
     config, folder, tokenizer = model.config, Path(folder), read_tokenizer(tokenizer_path)
     if config.scorer != "softmax" or not config.mlm_head:
         raise UserError(f"{folder}: RobertaForMaskedLM computes softmax, not {config.scorer}; export a softmax run of "
@@ -86,16 +89,39 @@ def save(model, tokenizer_path, folder):
         initializer_range=0.02, tie_word_embeddings=True, pad_token_id=pad, bos_token_id=start, eos_token_id=end)
     special = dict(bos_token=SPECIAL["start"], eos_token=SPECIAL["end"], cls_token=SPECIAL["start"], sep_token=SPECIAL["end"],
                    unk_token=SPECIAL["unk"], pad_token=SPECIAL["pad"], mask_token=SPECIAL["mask"])
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be made ({error.strerror}); choose another folder") from None
     tensors = to_hf(model.state_dict(), config.n_layer, pad)
-    write_atomically(folder / "model.safetensors", safetensors.torch.save(tensors, metadata={"format": "pt"}))
-    write_atomically(folder / "tokenizer.json", Path(tokenizer_path).read_bytes())
-    for name, values in (("config.json", about), ("tokenizer_config.json", dict(
-            special, tokenizer_class="PreTrainedTokenizerFast", model_max_length=config.context))):
-        write_atomically(folder / name, (json.dumps(values, indent=2) + "\n").encode("utf-8"))
+    write_new_folder(folder, {
+        "model.safetensors": safetensors.torch.save(tensors, metadata={"format": "pt"}),
+        "tokenizer.json": Path(tokenizer_path).read_bytes(), "config.json": as_json(about),
+        "tokenizer_config.json": as_json(special | dict(tokenizer_class="PreTrainedTokenizerFast",
+                                                        model_max_length=config.context))})
+
+
+def as_json(values):
+    return (json.dumps(values, indent=2) + "\n").encode("utf-8")
+
+
+def require_new(folder):
+    """Raise UserError for a folder that holds something: it may be another model."""
+    if Path(folder).is_file() or (Path(folder).is_dir() and any(Path(folder).iterdir())):
+        raise UserError(f"{folder}: exists and is not empty; choose another folder")
+
+
+def write_new_folder(folder, contents):
+    """name -> bytes as files of a folder that is there whole or not at all. Raises UserError."""
+    if folder.is_dir() and {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()} == contents:
+        return
+    require_new(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as unfinished:
+            whole = Path(unfinished) / folder.name
+            whole.mkdir()
+            for name, content in contents.items():
+                write_atomically(whole / name, content)
+            whole.replace(folder)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror}); choose another folder") from None
 
 
 def read(folder):
@@ -162,6 +188,8 @@ def import_run(folder, run):
 
 
 def main(words):
+    if words in (["-h"], ["--help"]):
+        return print(__doc__)
     if len(words) != 3 or words[0] not in ("export", "import"):
         raise UserError(f"babyberta_hf.py {' '.join(words)}: takes export RUN DIR, or import DIR RUN")
     if words[0] == "import":

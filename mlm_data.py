@@ -135,8 +135,9 @@ class Sentences:
         self.too_long = sum(len(i) > longest for i in ids)
         ids = [i for i in ids if len(i) <= longest]
         if not ids:
-            raise UserError(f"{name}: no sentence is left of {len(texts)}: {self.too_short} have fewer than {min_words} "
-                            f"words, {self.too_long} more than {longest} tokens; give other text, one sentence a line")
+            why = (f"no sentence is left of {len(texts)}: {self.too_short} have fewer than {min_words} words, {self.too_long} more "
+                   f"than {longest} tokens" if texts else "has no sentence")
+            raise UserError(f"{name}: {why}; give more text, or other text, one sentence a line")
         self.n, self.lengths = len(ids), np.array([len(i) for i in ids])
         self.tokens = np.concatenate(ids)
         self.starts = np.cumsum(self.lengths) - self.lengths

@@ -119,13 +119,19 @@ def ssa_register() -> None:
 
 
 def add_scorers(model):
-    """Give each attention module of `model` that is to use SSA its scorer, where it has none yet."""
+    """Give each attention module of `model` that is to use SSA its scorer, where it has none yet. Raises ValueError where the
+    config says SSA, and softmax would be computed."""
     modules = attention_modules(model)
-    if getattr(model.config, "_attn_implementation", None) == NAME:
+    asked = getattr(model.config, "_attn_implementation", None)
+    if asked != NAME and _options(model.config):
+        raise ValueError(f"config.ssa asks for SSA, attn_implementation={asked!r} for softmax; pass attn_implementation=\"ssa\", or "
+                         "for softmax set config.ssa = None")
+    if asked == NAME:
         if not modules and any("Attention" in type(module).__name__ for module in model.modules()):
             raise ValueError(f"{type(model).__name__} does not take its attention from transformers' AttentionInterface, so "
                              'attn_implementation="ssa" would change nothing')
-        model.config.attn_implementation = NAME  # a plain attribute, which unlike the private one is saved in config.json
+        # Plain attributes, which unlike the private one are saved in config.json.
+        model.config.attn_implementation, model.config.ssa = NAME, _options(model.config) or {"b": 0.8, "n": 1.5}
     for module in modules.values():
         if module.config._attn_implementation == NAME and not hasattr(module, SCORER):
             scorer = make_scorer(NAME, _n_head(module), **_options(module.config))
@@ -153,7 +159,14 @@ def _n_head(module):
 
 
 def _options(config):
-    return getattr(config, NAME, None) or {}
+    """config.ssa, {} without one. Raises ValueError for what is not the options of ssa.SSA."""
+    options = getattr(config, NAME, None) or {}
+    if not isinstance(options, dict) or set(options) - {"b", "n", "freeze"}:
+        raise ValueError(f'config.ssa={options!r}: must be a dict of b, n and freeze, such as {{"b": 0.8, "n": 1.5}}')
+    for name in set(options) & {"b", "n"}:
+        if isinstance(options[name], bool) or not isinstance(options[name], (int, float)):
+            raise ValueError(f"config.ssa: {name}={options[name]!r}: must be a number")
+    return options
 
 
 @torch.no_grad()

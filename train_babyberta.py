@@ -15,6 +15,7 @@ with bias correction, one sentence in a hundred held out to measure the loss, se
 import signal
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from config import MODEL_PRESETS, ModelConfig
@@ -61,6 +62,10 @@ class Flags(TextFlags):
         require(self, "import_hf", not (self.import_hf and self.init_from), "contradicts --init-from; give one of them")
         require(self, "export_hf", not self.export_hf or self.scorer == "softmax",
                 f"RobertaForMaskedLM computes softmax, not {self.scorer}; leave it out, or train --scorer=softmax")
+        require(self, "export_hf", self.resume or not self.export_hf or not any(Path(self.export_hf).glob("*")),
+                "is not empty; choose another folder")
+        require(self, "vocab_size", not self.tokenizer or self.vocab_size == type(self).vocab_size,
+                "comes with --tokenizer; leave one of them out")
         try:
             self.model_config(vocab_size=64)
         except ValueError as error:
@@ -93,7 +98,6 @@ import math
 import statistics
 import time
 from itertools import islice
-from pathlib import Path
 
 import torch
 

@@ -81,14 +81,18 @@ class Flags(SharedFlags):
         return f"runs/{run}" if self.compare else f"runs/{run}/{self.scorer}-s{self.seed}"
 
     def check(self):
+        require(self, "jobs", self.jobs >= 0, "must be at least 0")
         if self.compare:
             for one in self.runs():
                 one.check()
             return
         super().check()
-        for name, least in {"points": 2, "first_points": 1, "points_every": 1, "test_sequences": 2, "jobs": 0}.items():
+        for name, least in {"points": 2, "first_points": 1, "points_every": 1, "test_sequences": 2}.items():
             require(self, name, getattr(self, name) >= least, f"must be at least {least}")
         require(self, "seeds", not self.seeds, "only --compare takes several; use --seed")
+        require(self, "jobs", not self.jobs, "only --compare has several runs; leave it out")
+        require(self, "results", not self.results, "only --compare writes tables; leave it out")
+        require(self, "law", self.law == "balanced" or self.task != "linear", "is of quantifiers; --task=linear has none")
         require(self, "first_points", self.first_points <= self.points, f"must be at most --points={self.points}")
         require(self, "points", n_tokens(self.points, self.asked) <= self.context,
                 f"makes {n_tokens(self.points, self.asked)} tokens, more than --context={self.context}")
@@ -120,7 +124,7 @@ class Flags(SharedFlags):
             require(self, "compare", scorer in known, f"{scorer!r} is no scorer; choose among {', '.join(known)}")
         for name, values in (("compare", scorers), ("seeds", seeds)):
             require(self, name, len(set(values)) == len(values), "names one twice")
-        same = dict(compare="", seeds="", labels=self.asked, threads=self.threads or 1,
+        same = dict(compare="", seeds="", jobs=0, results="", labels=self.asked, threads=self.threads or 1,
                     micro_batch=self.micro_batch or self.batch_size)
         return [replace(self, scorer=scorer, seed=seed, out=f"{self.out}/{scorer}-s{seed}", **same, **self._not_of(scorer))
                 for seed in seeds for scorer in scorers]
@@ -164,6 +168,8 @@ PRESETS = {
 if __name__ == "__main__":  # a wrong flag is answered here, before the seconds that importing torch takes
     signal.signal(signal.SIGINT, lambda *_: fail("interrupted before training began; nothing was saved", code=130))
     names = {word.split("=")[0] for word in sys.argv}
+    if {"--scorer", "--compare"} <= names:
+        fail("--scorer: contradicts --compare, which names all scorers; give one of them")
     if not names & {"--scorer", "--compare"} and not {"--out", "--resume"} <= names:  # the latter resumes a single run
         sys.argv.append("--compare=ssa,softmax")
     flags, saved = parse(Flags, PRESETS, default_preset="laptop")

@@ -16,6 +16,7 @@ step, and everything else that moves is in the checkpoint.
 """
 
 import math
+import signal
 import sys
 import time
 from pathlib import Path
@@ -156,8 +157,9 @@ class Training:
             metrics=self.metrics.mark()))
 
     def end(self):
-        """After the loop: whether the run is complete and this process is the one to finish it. Says how to continue a run
-        that was stopped."""
+        """After the loop: whether this process is the one to finish the complete run. Of a run that was stopped it says how to
+        continue, and exits with 128 plus the signal's number, as the shell would: what follows with && must not take it for
+        trained."""
         self.bar.close()
         self.processes.end()
         complete = self.step == self.flags.steps
@@ -167,7 +169,9 @@ class Training:
         elif self.processes.first:
             told = self.interrupted.signal or "a signal to another process"
             print(f"{told}: saved after step {self.step}; continue with\n  {run.resume_command(self.flags)}")
-        return complete and self.processes.first
+        if not complete:
+            sys.exit(128 + signal.Signals[self.interrupted.signal or "SIGTERM"])
+        return self.processes.first
 
     def scorer_changes(self):
         """{"max_change_b": the largest |change| of any head since the run began, ...}, for the summary."""

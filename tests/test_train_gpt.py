@@ -176,7 +176,7 @@ def test_a_signal_saves_and_prints_the_command_that_resumes(folder, undisturbed,
     wait_for_lines(process, folder / "r" / "metrics.jsonl", 33)
     process.send_signal(number)
     output, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
+    assert process.returncode == 128 + number, errors
     script, *flags = shlex.split(output.splitlines()[-1])[1:]
     assert number.name in output and "Traceback" not in errors
     command(script, *flags, cwd=folder)
