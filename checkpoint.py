@@ -153,6 +153,8 @@ def load_checkpoint(folder):
                     raise ValueError("larger inside than outside")
             state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
             state["random"]["cpu"], state["scorer_start"], state["seconds"] + 0.0  # what the caller reads besides `restore`
+            size, digest, evaluation = state["metrics"]
+            size + 0, digest + "", evaluation.items()
             return int(state["step"]), state, complaints
         except Exception as error:  # whatever a foreign file makes torch.load raise: it is refused, with its reason
             complaints.append(f"{path}: is not a checkpoint of this program ({type(error).__name__})")

@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import os
+import statistics
 import sys
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from flags import UserError
 class Metrics:
     """metrics.jsonl, one JSON object a line; opened at a step, the lines after it (of a run that was killed) are cut off.
 
-    mark: what `mark()` gave when the checkpoint of that step was saved, so that damage to the lines before it is noticed.
+    mark: what `mark()` gave when the checkpoint of that step was saved, so that damage to the lines before it is noticed, and
+    the last evaluation does not hang on them.
     """
 
     def __init__(self, folder, step, process=0, mark=None):
@@ -34,6 +36,7 @@ class Metrics:
         if not process:
             write_atomically(self.path, kept)
         self.size, self.digest = len(kept), hashlib.sha256(kept)
+        self.evaluation = mark[2] if mark else {}
         self.file = open(self.path, "ab")
 
     def write(self, **values):
@@ -45,10 +48,19 @@ class Metrics:
             raise UserError(f"{self.path}: cannot be written ({error.strerror}); free some space, then --resume") from None
         self.size += len(line)
         self.digest.update(line)
+        if "val_loss" in values:
+            self.evaluation = values
 
     def mark(self):
-        """Size and sha256 of what has been written so far."""
-        return [self.size, self.digest.hexdigest()]
+        """Size and sha256 of what has been written so far, and the last evaluation in it."""
+        return [self.size, self.digest.hexdigest(), self.evaluation]
+
+    def last_evaluation(self, *names):
+        """The last evaluation. Raises UserError where one of the named values is missing."""
+        if not all(isinstance(self.evaluation.get(name), float) for name in names):
+            raise UserError(f"{self.path.parent}: its checkpoint lacks the last evaluation; the weights are whole, so evaluate "
+                            "them, or train anew with --overwrite")
+        return self.evaluation
 
     def sync(self):
         """Put the lines on disk; called before a checkpoint, which must never be ahead of them."""
@@ -69,14 +81,10 @@ def read_metrics(path):
     return lines
 
 
-def last_evaluation(lines, steps, folder):
-    """The evaluation after the last step, among the lines that `read_metrics` gave. Raises UserError where damage has taken it:
-    an earlier one in its place would be a lie."""
-    for line in reversed(lines):
-        if "val_loss" in line and line["step"] == steps:
-            return line
-    raise UserError(f"{folder / 'metrics.jsonl'}: its last evaluation is lost; the weights are whole, so evaluate them, or train "
-                    "anew with --overwrite")
+def median_speed(lines):
+    """Tokens a second in the median step of the lines that `read_metrics` gave; None where damage has left none."""
+    speeds = [line["tokens_per_s"] for line in lines if "tokens_per_s" in line]
+    return statistics.median(speeds) if speeds else None
 
 
 def plot_loss(folder, baseline=None, ylabel="loss (nats a token)"):

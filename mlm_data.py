@@ -126,7 +126,7 @@ def split_held_out(sentences):
 
 class Sentences:
     """Tokenised sentences. n: how many; lengths: tokens of each, start and end included; too_short, too_long: how many
-    were dropped for having under `min_words` words or over `longest` tokens; digest: of the texts that were kept."""
+    were dropped for having under `min_words` words or over `longest` tokens; digest: of all texts, as they are."""
 
     def __init__(self, texts, tokenizer, longest, name="--data", min_words=MIN_WORDS):
         kept = [text for text in texts if len(text.split()) >= min_words]
@@ -141,7 +141,7 @@ class Sentences:
         self.n, self.lengths = len(ids), np.array([len(i) for i in ids])
         self.tokens = np.concatenate(ids)
         self.starts = np.cumsum(self.lengths) - self.lengths
-        self.digest = sha256(self.tokens.tobytes() + self.lengths.tobytes())
+        self.digest = sha256("\n".join(texts).encode("utf-8"))
         self.special = {name: tokenizer.token_to_id(token) for name, token in SPECIAL.items()}
         ordinary = np.ones(tokenizer.get_vocab_size(), dtype=bool)
         ordinary[list(self.special.values())] = False

@@ -95,7 +95,6 @@ if __name__ == "__main__":  # a wrong flag is answered here, before the seconds 
     flags, saved = parse(Flags, PRESETS, default_preset="laptop")
 
 import math
-import statistics
 import time
 from itertools import islice
 
@@ -106,7 +105,7 @@ import mlm_data
 import run
 from distributed import Processes, errors_in_one_line
 from files import file_sha256, sha256, write_atomically, write_json
-from metrics import last_evaluation, plot_loss, read_metrics
+from metrics import median_speed, plot_loss, read_metrics
 from model import Transformer
 from training import Training
 
@@ -131,7 +130,7 @@ def main(flags, saved):
         return model
 
     n_pass = train.n * mlm_data.PATTERNS // flags.batch_size
-    digest = f"{train.digest} {corpora['val'].digest} tokenizer {sha256(text.encode('utf-8'))}"
+    digest = " ".join([*(corpus.digest for corpus in corpora.values()), "tokenizer", sha256(text.encode("utf-8"))])
     training = Training(flags, saved, processes, make_model, digest,
                         schedule=lambda step, flags: learning_rate(step, flags, n_pass))
     model, decisions, metrics, device = training.model, training.decisions, training.metrics, training.device
@@ -231,16 +230,14 @@ def report(step, flags, result, unigram_loss):
 def finish(training):
     """Loss curve, summary and export of a run that has reached its last step."""
     folder, flags, model, decisions = training.folder, training.flags, training.model, training.decisions
-    lines = read_metrics(folder / "metrics.jsonl")
-    last = last_evaluation(lines, flags.steps, folder)
+    last = training.metrics.last_evaluation("val_loss", "unigram_loss")
     plot_loss(folder, baseline=last["unigram_loss"])
-    speeds = [line["tokens_per_s"] for line in lines if "tokens_per_s" in line]
     summary = dict(
         preset=flags.preset, scorer=flags.scorer, seed=flags.seed, path=decisions["path"], steps=flags.steps,
         val_loss=last["val_loss"], ood_loss=last.get("ood_loss"), unigram_loss=last["unigram_loss"],
-        tokens_per_s=statistics.median(speeds), parameters=model.n_parameters(), seconds=round(training.seconds, 1),
-        threads=decisions["threads"], machine=run.machine(decisions["device"]), date=time.strftime("%Y-%m-%d"),
-        **training.scorer_changes())
+        tokens_per_s=median_speed(read_metrics(folder / "metrics.jsonl")), parameters=model.n_parameters(),
+        seconds=round(training.seconds, 1), threads=decisions["threads"], machine=run.machine(decisions["device"]),
+        date=time.strftime("%Y-%m-%d"), **training.scorer_changes())
     write_json(folder / "summary.json", summary)
     if flags.export_hf:
         babyberta_hf.save(model, folder / "tokenizer.json", flags.export_hf)

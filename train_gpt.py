@@ -102,7 +102,6 @@ if __name__ == "__main__":  # a wrong flag is answered here, before the seconds 
     flags, saved = parse(Flags, PRESETS, default_preset=default)
 
 import math
-import statistics
 import time
 from itertools import islice
 
@@ -113,7 +112,7 @@ import run
 from data import bits_per_byte, prepare
 from distributed import Processes, errors_in_one_line
 from files import write_atomically, write_json
-from metrics import last_evaluation, plot_loss, read_metrics
+from metrics import median_speed, plot_loss, read_metrics
 from model import Transformer
 from tokens import VOCAB_SIZES
 from training import Training
@@ -218,8 +217,7 @@ def report(step, flags, result, unigram_bpb):
 def finish(training, corpus):
     """Sample, loss curve and summary of a run that has reached its last step."""
     folder, flags, model, decisions = training.folder, training.flags, training.model, training.decisions
-    lines = read_metrics(folder / "metrics.jsonl")
-    last = last_evaluation(lines, flags.steps, folder)
+    last = training.metrics.last_evaluation("val_loss", "val_bpb", "unigram_bpb")
     eot = torch.tensor([[corpus.tokenizer.eot]], device=decisions["device"])  # the sample begins as a document does
     tokens = model.generate(eot, flags.sample_tokens, temperature=0.8, top_k=50, n_tokens=corpus.tokenizer.vocab_size,
                             generator=torch.Generator(decisions["device"]).manual_seed(flags.seed))
@@ -228,13 +226,12 @@ def finish(training, corpus):
     write_atomically(folder / "sample.txt", text.encode("utf-8"))
     nats_per_bit_of_val = last["val_loss"] / last["val_bpb"]
     plot_loss(folder, baseline=last["unigram_bpb"] * nats_per_bit_of_val)
-    speeds = [line["tokens_per_s"] for line in lines if "tokens_per_s" in line]
     summary = dict(
         preset=flags.preset, scorer=flags.scorer, seed=flags.seed, path=decisions["path"], steps=flags.steps,
         val_loss=last["val_loss"], val_bpb=last["val_bpb"], ood_bpb=last.get("ood_bpb"),
-        unigram_bpb=last["unigram_bpb"], tokens_per_s=statistics.median(speeds), parameters=model.n_parameters(),
-        seconds=round(training.seconds, 1), machine=run.machine(decisions["device"]), date=time.strftime("%Y-%m-%d"),
-        **training.scorer_changes())
+        unigram_bpb=last["unigram_bpb"], tokens_per_s=median_speed(read_metrics(folder / "metrics.jsonl")),
+        parameters=model.n_parameters(), seconds=round(training.seconds, 1), machine=run.machine(decisions["device"]),
+        date=time.strftime("%Y-%m-%d"), **training.scorer_changes())
     write_json(folder / "summary.json", summary)
     print(f"val {summary['val_bpb']:.3f} bits a byte, {summary['val_bpb'] / summary['unigram_bpb']:.0%} of the unigram "
           f"baseline's {summary['unigram_bpb']:.3f}; {summary['seconds']:.0f} s; everything is in {folder}")

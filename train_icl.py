@@ -191,7 +191,7 @@ import icl_tasks
 import run
 from distributed import Processes, errors_in_one_line
 from files import read_json, write_json
-from metrics import last_evaluation, plot_loss, read_metrics
+from metrics import median_speed, plot_loss, read_metrics
 from model import Transformer
 from training import Training
 
@@ -271,8 +271,7 @@ def finish(training):
     if tested.exists() and read_json(tested, "delete it, then --resume")["sequences"] == flags.test_sequences:
         print(f"this run was complete; everything is in {folder}")
         return
-    lines = read_metrics(folder / "metrics.jsonl")
-    last = last_evaluation(lines, flags.steps, folder)
+    last = training.metrics.last_evaluation("val_loss", "val_error")
     plot_loss(folder, ylabel="loss (squared error)" if flags.task == "linear" else "loss (nats an answer)")
     start = time.perf_counter()
     result = icl_shift.test(model, flags)
@@ -280,7 +279,7 @@ def finish(training):
         preset=flags.preset, task=flags.task, labels=flags.asked, law=flags.law, scorer=flags.scorer, seed=flags.seed,
         path=training.decisions["path"], steps=flags.steps, positions_reached=flags.reached(),
         **{key: value for key, value in last.items() if key.startswith("val")}, parameters=model.n_parameters(),
-        tokens_per_s=float(np.median([line["tokens_per_s"] for line in lines if "tokens_per_s" in line])),
+        tokens_per_s=median_speed(read_metrics(folder / "metrics.jsonl")),
         seconds=round(training.seconds, 1), test_seconds=round(time.perf_counter() - start, 1),
         machine=run.machine(training.device), date=time.strftime("%Y-%m-%d"), **training.scorer_changes())
     write_json(folder / "summary.json", summary)

@@ -97,6 +97,11 @@ def a_checkpoint_that_is_no_dictionary(folder):
 
 
 @hostile
+def a_checkpoint_of_other_metrics(folder):
+    return put_checkpoint(folder, saved(newest(folder) | {"metrics": ["much", "more", "less"]}))
+
+
+@hostile
 def a_checkpoint_without_its_parts(folder):
     return put_checkpoint(folder, saved({"step": 6}))
 

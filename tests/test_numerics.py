@@ -87,11 +87,14 @@ def outcome(function, tensors, scorer, **options):
 @pytest.mark.parametrize("name, path", PAIRS)
 def test_every_scorer_on_every_path_is_finite_normalised_and_right(name, path, take):
     dtypes = [F32, BF16] if path in ("cpp", "triton") else [F32, BF16, F16]  # the kernels have no float16 of their own
+    least_log = 1.0 if path == "triton" else 0.0  # its logarithm has an absolute error (ssa_triton.log2), the others a relative one
     path = take(path)
 
     @often
     @given(any_shape, any_options, st.sampled_from(dtypes), st.tuples(*2 * [st.integers(-56, 56)]), any_b, any_n)
     def attack(shape, options, dtype, powers, b, n):
+        if path == "triton":
+            shape |= {"B": 1, "Hkv": 1}  # the interpreter takes half a second for every head
         if dtype == F16:
             powers = [power % 5 - 2 for power in powers]  # float16 ends at 65,504
         if name == "cosformer":
@@ -109,7 +112,7 @@ def test_every_scorer_on_every_path_is_finite_normalised_and_right(name, path, t
         if isinstance(scorer, (SSA, Temperature)) or name == "softmax":
             exact = make(name, tensors[0].size(1), b, n, F64)
             exact.load_state_dict(scorer.state_dict())
-            compare(got, [x.double() for x in tensors], exact, dtype, **options)
+            compare(got, [x.double() for x in tensors], exact, dtype, least_log, **options)
 
     attack()
 
@@ -129,9 +132,10 @@ def require_normalised(name, weights, mask, causal):
         assert ((total - full).abs() < 1e-5).all()
 
 
-def compare(got, tensors, scorer, dtype, causal, mask, scale):
+def compare(got, tensors, scorer, dtype, least_log, causal, mask, scale):
     """Every part of an outcome against the plain path in float64, within what rounding can do: a relative error `e` of each
-    weight, and in a gradient the same error of every term of its sum."""
+    weight, and in a gradient the same error of every term of its sum. SSA's signed log, where it stands in n's gradient, is
+    wrong by e times itself or e times least_log, whichever is more."""
     q, k, v, upstream = tensors
     want = outcome(attention, tensors, scorer, causal=causal, mask=mask, scale=scale)
     groups, scale = q.size(1) // k.size(1), q.size(-1) ** -0.5 if scale is None else scale
@@ -142,7 +146,7 @@ def compare(got, tensors, scorer, dtype, causal, mask, scale):
             b, n = (x.double().view(-1, 1, 1) for x in (scorer.b, scorer.n))
             t, slope = n * torch.log1p(b * z.abs()), n * b / (1 + b * z.abs())
             parameters = {"draw_b": n * z.abs() / (1 + b * z.abs()) * scorer.raw_b.double().sigmoid().view(-1, 1, 1),
-                          "draw_n": t / n * scorer.raw_n.double().sigmoid().view(-1, 1, 1)}
+                          "draw_n": (t / n).clamp(min=least_log) * scorer.raw_n.double().sigmoid().view(-1, 1, 1)}
             rounded = n.max().item()  # what a relative error of z does to t
         else:
             tau = scorer.tau.double().view(-1, 1, 1) if isinstance(scorer, Temperature) else z.new_ones(1, 1, 1)

@@ -122,6 +122,8 @@ WRONG_SENTENCES = [
     ("--tokenizer=sentences.txt", "sentences.txt: is not a file of the library `tokenizers`"),
     ("--tokenizer=nowhere.json", "nowhere.json: cannot be read"),
     ("--tokenizer=bare.json", "bare.json: has no token <mask>"),
+    ("--tokenizer=bare.json --vocab-size=400", "--vocab-size=400: comes with --tokenizer"),
+    ("--scorer=softmax --export-hf=empty-folder/..", "--export-hf=empty-folder/..: is not empty"),
     ("--vocab-size=10", "--vocab-size=10: must be between 300 and 65536"),
     ("--order=random", "'random'"),
     ("--leave-unmasked=1", "--leave-unmasked=1.0"),
@@ -139,7 +141,8 @@ def test_wrong_sentences_get_one_line_and_leave_nothing(folder, flags, part):
 
     from test_babyberta import TINY as SMALL
     from test_babyberta import speech
-    small = [flag for flag in SMALL if not flag.startswith("--tokenizer")] + ["--vocab-size=300"]
+    small = [flag for flag in SMALL if not flag.startswith("--tokenizer")]
+    small += ["--vocab-size=300"] * ("--tokenizer" not in flags)
     (folder / "sentences.txt").write_text("\n".join(speech(300)), encoding="utf-8")
     (folder / "empty.txt").touch()
     (folder / "empty-folder").mkdir()
