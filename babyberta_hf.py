@@ -191,7 +191,7 @@ def main(words):
     if words in (["-h"], ["--help"]):
         return print(__doc__)
     if len(words) != 3 or words[0] not in ("export", "import"):
-        raise UserError(f"babyberta_hf.py {' '.join(words)}: takes export RUN DIR, or import DIR RUN")
+        raise UserError(f"babyberta_hf.py: got {' '.join(words) or 'nothing'}; takes export RUN DIR, or import DIR RUN")
     if words[0] == "import":
         return import_run(words[1], words[2])
     save(load_run(words[1])[0], Path(words[1]) / "tokenizer.json", words[2])

@@ -7,31 +7,57 @@ One line a notebook with its seconds; exit code 1 if one fails. --write keeps ou
 run, so that a difference in git is a difference in results. Widgets are dropped too: they need a running kernel.
 """
 
-import argparse
-import asyncio
-import copy
-import os
-import re
 import sys
-import time
+from dataclasses import dataclass
 from pathlib import Path
 
-import nbformat
-from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from tyro.conf import Positional
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from files import write_atomically  # noqa: E402
+from flags import UserError, fail, tyro_cli  # noqa: E402
 
 AT_ONCE, CELL_SECONDS = 2, 600
 
 
+@dataclass
+class Flags:
+    """Run every notebook from a clean kernel, the code in folded solutions included."""
+
+    beginnings: Positional[tuple[str, ...]] = ()
+    """beginnings of names, such as 01 (all notebooks if empty)"""
+    write: bool = False
+    """keep the new outputs"""
+
+
 def notebooks(beginnings=()):
-    """Paths of all notebooks, or of those whose names begin so."""
+    """Paths of all notebooks, or of those whose names begin so. Raises UserError where there is none."""
     found = [path for folder in ("notebooks", "theory") for path in sorted((ROOT / folder).glob("*.ipynb"))]
-    return [path for path in found if not beginnings or path.name.startswith(tuple(beginnings))]
+    chosen = [path for path in found if not beginnings or path.name.startswith(tuple(beginnings))]
+    if not chosen:
+        raise UserError(f"{' '.join(beginnings)}: no notebook begins so; choose among those in notebooks/ and theory/")
+    return chosen
+
+
+if __name__ == "__main__":  # a wrong flag is answered before the seconds that the imports take
+    try:
+        FLAGS = tyro_cli(Flags, sys.argv[1:], Flags())
+        PATHS = notebooks(FLAGS.beginnings)
+    except UserError as error:
+        fail(error)
+
+import asyncio  # noqa: E402
+import copy  # noqa: E402
+import os  # noqa: E402
+import re  # noqa: E402
+import time  # noqa: E402
+
+import nbformat  # noqa: E402
+from nbclient import NotebookClient  # noqa: E402
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError  # noqa: E402
+
+from files import write_atomically  # noqa: E402
 
 
 def solutions(notebook):
@@ -79,12 +105,5 @@ async def main(paths, write):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("beginnings", nargs="*", metavar="NAME", help="the beginning of a notebook's name, such as 01")
-    parser.add_argument("--write", action="store_true", help="keep the new outputs")
-    args = parser.parse_args()
-    paths = notebooks(args.beginnings)
-    if not paths:
-        parser.error(f"{' '.join(args.beginnings)}: no notebook begins so")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # kernels inherit it: two at a time are faster than one with two threads
-    sys.exit(0 if all(asyncio.run(main(paths, args.write))) else 1)
+    sys.exit(0 if all(asyncio.run(main(PATHS, FLAGS.write))) else 1)

@@ -20,7 +20,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import tyro  # noqa: E402
+from flags import UserError, fail, require, tyro_cli  # noqa: E402
+
+PARTS = ("kill", "damage", "hostile", "processes", "numerics", "triton")
 
 
 @dataclass
@@ -29,7 +31,7 @@ class Flags:
 
     out: str = "results/reliability"
     """folder for the JSON files"""
-    only: str = "kill,damage,hostile,processes,numerics,triton"
+    only: str = ",".join(PARTS)
     """parts to run"""
     programs: str = ""
     """programs to kill and damage, such as train_gpt,data (all if empty)"""
@@ -46,17 +48,24 @@ class Flags:
     seed: int = 0
     """of all choices"""
 
+    def check(self, programs):
+        """Raise UserError for a value that cannot work. programs: the names known."""
+        for name, known in (("only", PARTS), ("programs", programs)):
+            for word in getattr(self, name).split(",") if getattr(self, name) else ():
+                require(self, name, word in known, f"{word!r} is unknown; choose among {', '.join(known)}")
+        for name in ("kills", "clock", "damages", "processes", "examples", "seed"):
+            require(self, name, getattr(self, name) >= 0, "must be at least 0")
 
-def main(flags):
+
+def main(flags, known):
     import torch
 
     import faults_damage
     import faults_kill
     import faults_processes
-    from faults_programs import PROGRAMS
     torch.set_num_threads(1)
     parts, wrong = flags.only.split(","), 0
-    programs = {name: PROGRAMS[name] for name in (flags.programs.split(",") if flags.programs else PROGRAMS)}
+    programs = {name: known[name] for name in (flags.programs.split(",") if flags.programs else known)}
     print("| what | cases | as it must be | seconds |\n|---|---|---|---|", flush=True)
     if "kill" in parts:
         for name, program in programs.items():
@@ -145,5 +154,10 @@ def numerics(examples, **env):
 
 
 if __name__ == "__main__":
-    flags = tyro.cli(Flags)
-    sys.exit(1 if main(replace(flags, out=str(Path(flags.out).resolve()))) else 0)
+    try:
+        flags = tyro_cli(Flags, sys.argv[1:], Flags())
+        from faults_programs import PROGRAMS  # after the flags, since it takes seconds
+        flags.check(PROGRAMS)
+    except UserError as error:
+        fail(error)
+    sys.exit(1 if main(replace(flags, out=str(Path(flags.out).resolve())), PROGRAMS) else 0)

@@ -1,16 +1,17 @@
 """Wrong flags and files, through the real command: one line on stderr, exit code 2, nothing written or lost.
 
-A newcomer adds a row to WRONG, and with a script of its own an entry. (Scripts
-that need a trained run or a data set have theirs in test_eval.py, test_tasks.py, test_icl.py and test_grammar.py.)
+A newcomer adds a row to WRONG, and with a script of its own an entry. (What needs a trained run or a data set is in test_eval.py,
+test_tasks.py, test_icl.py and test_grammar.py.)
 """
 
 import os
+import re
 import shutil
 import time
 
 import pytest
 
-from conftest import TINY, command, refused, snapshot, start
+from conftest import ROOT, TINY, command, refused, snapshot, start
 from metrics import read_metrics
 
 SCRIPT = "train_gpt.py"
@@ -91,7 +92,56 @@ WRONG = {
         ("--devise=cpu", "--devise=cpu"),
         ("--out=text.txt", "--out=text.txt: cannot be written"),
     ]),
+    "bench_babyberta.py": (["--data=text.txt", "--tokenizer=text.txt"], [
+        ("--data=nowhere.txt", "--data=nowhere.txt: no such file"),
+        ("--n-embd=40", "--n-embd=40: must be a multiple of 32"),
+        ("--seconds=0", "--seconds=0.0"),
+        ("--threads=one", "'one'"),
+        ("", "text.txt: is not a file of the library `tokenizers`"),
+    ]),
+    "babyberta_hf.py": ([], [
+        ("", "got nothing; takes export RUN DIR, or import DIR RUN"),
+        ("copy a b", "got copy a b; takes"),
+        ("export empty-folder b", "empty-folder/config.json: cannot be read"),
+        ("import empty-folder b", "empty-folder: cannot be read"),
+    ]),
+    "swap.py": (["."], [
+        ("", ".: no stories260K.bin there"),
+        ("--texts=1", "--texts=1: must be between 8 and"),
+        ("--lr=nan", "--lr=nan: must be between 0 and 1"),
+        ("--lerningrate=1", "--lerningrate=1"),
+    ]),
+    "eval.py": ([], [
+        ("", "SUBCOMMAND: missing; choose one of perplexity"),
+        ("perplexitty runs", "perplexitty: unknown subcommand"),
+        ("perplexity", "RUN: missing"),
+        ("perplexity nowhere", "nowhere: no such folder"),
+        ("perplexity text.txt", "text.txt: is a file"),
+        ("perplexity empty-folder", "empty-folder: has no config.json"),
+        ("perplexity empty-folder --threads=-1", "--threads=-1"),
+        ("sample empty-folder --tokens=many", "'many'"),
+        ("tasks empty-folder --limit=-1", "--limit=-1"),
+        ("zorro empty-folder --add-k=0", "--add-k=0.0"),
+        ("blimp empty-folder", "empty-folder: has no config.json"),
+        ("lm-eval", "RUN: missing"),
+    ]),
+    "notebooks/run_all.py": ([], [
+        ("99", "99: no notebook begins so"),
+        ("--wright", "--wright"),
+    ]),
+    "tests/faults.py": ([], [
+        ("--only=kil", "--only=kil: 'kil' is unknown; choose among kill, damage"),
+        ("--programs=train_bert", "--programs=train_bert: 'train_bert' is unknown"),
+        ("--kills=-1", "--kills=-1: must be at least 0"),
+    ]),
 }
+ELSEWHERE = {"train_babyberta.py", "train_icl.py"}  # below; test_icl.py
+
+
+def test_every_script_has_rows():
+    scripts = {str(path.relative_to(ROOT)) for folder in (".", "notebooks", "theory", "tests") for path in (ROOT / folder).glob("*.py")
+               if re.search(r"""^if __name__ == "__main__":""", path.read_text(encoding="utf-8"), re.M)}
+    assert scripts == set(WRONG) | ELSEWHERE and sum(len(rows) for _, rows in WRONG.values()) >= 60
 
 
 @pytest.mark.parametrize("script, flags, part", [(script, *row) for script, (_, rows) in WRONG.items() for row in rows])
