@@ -99,16 +99,17 @@ inline float exp2_poly(float t) {
     return float_of(bits_of(p) + (bits_of(shifted) << 23));
 }
 
-// A row of scores z -> its unnormalised weights p; returns their sum. allowed: null, or a mask's row.
+// A row of scores z -> its unnormalised weights p; returns their sum. allowed: null, or a mask's row, 1 or 0. (Floats, and not the
+// mask's bytes: in a loop over both, one vector holds 32 keys, and the rest of a short row is computed key by key.)
 // M, here and below, is what enters a matrix product: float, or uint16_t for bfloat16. With float, p may be z itself.
 template <bool masked, typename M>
-float weigh(const float* z, M* p, int64_t count, float b, float n, const uint8_t* allowed) {
+float weigh(const float* z, M* p, int64_t count, float b, float n, const float* allowed) {
     float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
     for (int64_t j = 0; j < count; j++) {
         const float t = std::copysign(n * log2_1p(b * std::fabs(z[j])), z[j]);
         const float e = exp2_poly(t);
-        const float pj = !masked || allowed[j] ? e : 0.0f;
+        const float pj = masked ? e * allowed[j] : e;
         narrow(pj, p[j]);
         sum += pj;
     }
@@ -118,7 +119,7 @@ float weigh(const float* z, M* p, int64_t count, float b, float n, const uint8_t
 // A row of z and of dP -> a row of P and of dz; the row's share of dn / log 2 and of b db is added on.
 template <bool masked, typename M>
 void weigh_backward(const float* z, const float* dp, M* p, M* dz, int64_t count, float b, float n, float lse,
-                    float delta, const uint8_t* allowed, double& dn, double& db) {
+                    float delta, const float* allowed, double& dn, double& db) {
     const float nb = n * b;
     float sum_n = 0.0f, sum_b = 0.0f;
 #pragma omp simd reduction(+ : sum_n, sum_b)
@@ -127,7 +128,7 @@ void weigh_backward(const float* z, const float* dp, M* p, M* dz, int64_t count,
         const float log = std::copysign(log2_1p(x), zj);
         const float t = n * log - lse;
         const float e = exp2_poly(t > -126.0f ? t : -126.0f);
-        const float pj = !masked || allowed[j] ? e : 0.0f;
+        const float pj = masked ? e * allowed[j] : e;
         const float dt = pj * (dp[j] - delta);
         const float dzj = dt * (nb / (1.0f + x));
         narrow(pj, p[j]);
@@ -208,13 +209,12 @@ inline int64_t visible(const Problem& p, int64_t i, int64_t j0, int64_t cols) {
     return std::clamp<int64_t>(count, 0, cols);
 }
 
-// The mask of query i from key j0 on as contiguous bytes, or null where there is none. buffer: COLS bytes.
-const uint8_t* mask_row(const Problem& p, int64_t batch, int64_t head, int64_t i, int64_t j0, int64_t count,
-                        uint8_t* buffer) {
+// The mask of query i from key j0 on, 1 or 0, in buffer, which has room for COLS; or null where there is none.
+const float* mask_row(const Problem& p, int64_t batch, int64_t head, int64_t i, int64_t j0, int64_t count, float* buffer) {
     if (!p.mask) return nullptr;
     const uint8_t* row = p.mask + batch * p.mask_batch + head * p.mask_head + i * p.mask_row + j0 * p.mask_col;
-    if (p.mask_col == 1) return row;
-    for (int64_t j = 0; j < count; j++) buffer[j] = row[j * p.mask_col];
+    if (p.mask_col == 1) for (int64_t j = 0; j < count; j++) buffer[j] = row[j];
+    else for (int64_t j = 0; j < count; j++) buffer[j] = row[j * p.mask_col];
     return buffer;
 }
 
@@ -245,7 +245,7 @@ bool forward_head(const Problem& p, int64_t batch, int64_t head, float* scratch)
     load(p, p.v, batch, kv_head, 0, p.K, Dv, 1.0f, v);
     const float b = p.b[head], n = p.n[head], longest_k = longest(k, p.K, D);
     float* lse = p.lse + (batch * p.H + head) * p.Q;
-    uint8_t buffer[COLS];
+    float buffer[COLS];
 
     for (int64_t i0 = 0; i0 < p.Q; i0 += ROWS) {
         const int64_t rows = std::min(ROWS, p.Q - i0);
@@ -260,7 +260,7 @@ bool forward_head(const Problem& p, int64_t batch, int64_t head, float* scratch)
             for (int64_t r = 0; r < rows; r++) {
                 M* row = weights + r * COLS;
                 const int64_t count = visible(p, i0 + r, j0, cols);
-                const uint8_t* allowed = mask_row(p, batch, head, i0 + r, j0, count, buffer);
+                const float* allowed = mask_row(p, batch, head, i0 + r, j0, count, buffer);
                 sum[r] += allowed ? weigh<true>(z + r * COLS, row, count, b, n, allowed)
                                   : weigh<false>(z + r * COLS, row, count, b, n, nullptr);
                 std::memset(row + count, 0, (cols - count) * sizeof(M));
@@ -292,7 +292,7 @@ bool backward_head(const Problem& p, int64_t batch, int64_t kv_head, float* scra
     std::memset(dk, 0, p.K * D * sizeof(float));
     std::memset(dv, 0, p.K * Dv * sizeof(float));
     const float longest_k = longest(k, p.K, D);
-    uint8_t buffer[COLS];
+    float buffer[COLS];
 
     for (int64_t head = kv_head * groups; head < (kv_head + 1) * groups; head++) {
         const float b = p.b[head], n = p.n[head];
@@ -317,7 +317,7 @@ bool backward_head(const Problem& p, int64_t batch, int64_t kv_head, float* scra
                     M *row = weights + r * COLS, *drow = dz + r * COLS;
                     const float lse2 = lse[i0 + r] * 1.44269504f;  // in base 2
                     const int64_t count = visible(p, i0 + r, j0, cols);
-                    const uint8_t* allowed = mask_row(p, batch, head, i0 + r, j0, count, buffer);
+                    const float* allowed = mask_row(p, batch, head, i0 + r, j0, count, buffer);
                     const auto apply = allowed ? weigh_backward<true, M> : weigh_backward<false, M>;
                     apply(z + r * COLS, dp + r * COLS, row, drow, count, b, n, lse2, delta[r], allowed, dn, db);
                     std::memset(row + count, 0, (cols - count) * sizeof(M));
