@@ -124,10 +124,10 @@ def add_scorers(model):
     modules = attention_modules(model)
     asked = getattr(model.config, "_attn_implementation", None)
     if asked != NAME and _options(model.config):
-        raise ValueError(f"config.ssa asks for SSA, attn_implementation={asked!r} for softmax; pass attn_implementation=\"ssa\", or "
+        raise ValueError(f'config.ssa asks for SSA, attn_implementation={asked!r} for softmax; pass attn_implementation="ssa", or '
                          "for softmax set config.ssa = None")
     if asked == NAME:
-        if not modules and any("Attention" in type(module).__name__ for module in model.modules()):
+        if not modules:
             raise ValueError(f"{type(model).__name__} does not take its attention from transformers' AttentionInterface, so "
                              'attn_implementation="ssa" would change nothing')
         # Plain attributes, which unlike the private one are saved in config.json.

@@ -179,6 +179,30 @@ def test_what_is_not_supported_is_refused():
     with pytest.raises(ValueError, match="would change nothing"):  # a model with an attention of its own
         transformers.BloomModel._from_config(transformers.BloomConfig(vocab_size=40, hidden_size=16, n_layer=1, n_head=4),
                                              attn_implementation="ssa")
+    with pytest.raises(ValueError, match="would change nothing"):  # a model without any
+        transformers.MambaModel._from_config(transformers.MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1),
+                                             attn_implementation="ssa")
+
+
+@pytest.mark.parametrize("options, words", [(3, "must be a dict"), ({"beta": 1}, "must be a dict of b, n and freeze"),
+                                            ({"b": "0.8"}, "b='0.8': must be a number"), ({"n": 0.5}, "n=0.5"),
+                                            ({"freeze": "all"}, "freeze='all'")])
+def test_wrong_options_are_named(options, words):
+    with pytest.raises(ValueError, match=words):
+        transformers.LlamaForCausalLM._from_config(transformers.LlamaConfig(**GROUPED, ssa=options), attn_implementation="ssa")
+
+
+def test_a_config_that_says_ssa_never_becomes_softmax(tmp_path):
+    config = transformers.LlamaConfig(**GROUPED, ssa={"b": 2.0})
+    for asked in (None, "sdpa", "eager"):
+        with pytest.raises(ValueError, match="config.ssa asks for SSA"):
+            transformers.LlamaForCausalLM._from_config(config, attn_implementation=asked)
+    model_of("Llama").save_pretrained(tmp_path)  # without options of its own
+    with pytest.raises(ValueError, match="config.ssa asks for SSA"):
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
+    softmax = transformers.AutoConfig.from_pretrained(tmp_path)
+    softmax.ssa = None
+    transformers.LlamaForCausalLM.from_pretrained(tmp_path, config=softmax, attn_implementation="sdpa")
 
 
 @pytest.mark.parametrize("family", ["GPT2", "Bert"])

@@ -6,6 +6,8 @@ summation, and the paths may differ by the rounding of what follows it alone, ho
 """
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -38,7 +40,7 @@ def take(request, monkeypatch):
     """take(path): the path's name for `attend`, after making sure that nothing else can run in its place."""
     def taken(path):
         if path == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
-            pytest.skip("the Triton kernels run on a CPU with TRITON_INTERPRET=1 alone (test_flash_kernels.py starts them so)")
+            pytest.skip("runs on a CPU with TRITON_INTERPRET=1 alone, as test_the_kernels_of_gpus_too starts it")
         if path == "cpp":
             if ssa_cpu.why_not():
                 pytest.skip(ssa_cpu.why_not())
@@ -115,6 +117,14 @@ def test_every_scorer_on_every_path_is_finite_normalised_and_right(name, path, t
             compare(got, [x.double() for x in tensors], exact, dtype, least_log, **options)
 
     attack()
+
+
+def test_the_kernels_of_gpus_too():
+    """`ssa-triton` of the above in a process of its own: the interpreter must be chosen before Triton is imported."""
+    pytest.importorskip("triton")
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", __file__, "-k", "ssa-triton"], capture_output=True, text=True,
+                          env={**os.environ, "TRITON_INTERPRET": "1", "SSA_EXAMPLES": "5", "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout[-2000:]
 
 
 def require_normalised(name, weights, mask, causal):
