@@ -61,7 +61,7 @@ def pick_path(device, dtype, scorer, shape, dropout_p=0.0):
         return "triton", "the fused kernel for SSA on CUDA"
     if device == "cpu" and _why_not_cpu(dtype) is None:
         return "blockwise", "the compiled CPU kernel, faster than the plain path at every length"
-    reason = _why_not_cpu(dtype) if device == "cpu" else f"no kernel for {device} and D={shape[3]}"
+    reason = _why_not_cpu(dtype) if device == "cpu" else _why_not_triton(device) or f"no kernel for D={shape[3]}"
     if shape[2] >= LONG:
         return "blockwise", f"in PyTorch ({reason}), which from {LONG} keys on is faster than the plain path"
     return "plain", f"{reason}, and there are fewer than {LONG} keys"

@@ -1,6 +1,6 @@
 """Train a decoder-only language model with any attention scorer.
 
-    python train_gpt.py --scorer=ssa                                    three minutes on two CPU cores, no download
+    python train_gpt.py --scorer=ssa                                    a minute and a half on two CPU cores, no download
     python train_gpt.py --scorer=softmax --data=my_text.txt --steps=500
     python train_gpt.py --preset=nemotron-114m --data=corpus/ --scorer=ssa
     python train_gpt.py --preset=nemotron-114m --dry-run                how long, how much memory
@@ -68,7 +68,7 @@ def preset(name, **recipe):
 
 
 PRESETS = {
-    # Ours, all of it: found by trying, for two CPU cores and three minutes.
+    # Ours, all of it: found by trying, for two CPU cores and a minute and a half.
     "laptop": preset("laptop", data="pydocs", ood="pysource", tokenizer="bytes", steps=450, batch_size=16, lr=3e-3,
                      min_lr=3e-4, warmup=50, beta2=0.99, save_every=150, eval_every=150),
     # nanoGPT's recipe for tiny Shakespeare on a CPU, with bytes for characters.
@@ -228,7 +228,7 @@ def finish(training, corpus):
     plot_loss(folder, baseline=last["unigram_bpb"] * nats_per_bit_of_val)
     summary = dict(
         preset=flags.preset, scorer=flags.scorer, seed=flags.seed, path=decisions["path"], steps=flags.steps,
-        val_loss=last["val_loss"], val_bpb=last["val_bpb"], ood_bpb=last.get("ood_bpb"),
+        val_loss=last["val_loss"], val_bpb=last["val_bpb"], ood_loss=last.get("ood_loss"), ood_bpb=last.get("ood_bpb"),
         unigram_bpb=last["unigram_bpb"], tokens_per_s=median_speed(read_metrics(folder / "metrics.jsonl")),
         parameters=model.n_parameters(), seconds=round(training.seconds, 1), machine=run.machine(decisions["device"]),
         date=time.strftime("%Y-%m-%d"), **training.scorer_changes())

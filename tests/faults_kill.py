@@ -136,11 +136,13 @@ def killed_by_the_clock(undisturbed, seconds):
 
 
 def seconds_of_a_run(program):
-    """As the machine is now, others using it too."""
-    with folder_for(program) as folder:
-        start = time.monotonic()
-        program.run(folder, *program.again, before=short_cuts)
-        return time.monotonic() - start
+    """As the machine is now, others using it too: the quicker of two."""
+    def once():
+        with folder_for(program) as folder:
+            start = time.monotonic()
+            program.run(folder, *program.again, before=short_cuts)
+            return time.monotonic() - start
+    return min(once(), once())
 
 
 def ended_like(undisturbed, folder):
