@@ -95,20 +95,21 @@ b, n = identity.b, identity.n
 WRONG = {  # function: {what is wrong with it: (the wrong version, proofs that must notice)}
     "power": {
         "no sign": (lambda z, b=b, n=n: (1 + b * abs(z)) ** n,
-                    "identity.power_is_exp_of_signed_log identity.odd identity.smooth_once identity.b_to_infinity_is_ratios "
+                    "identity.power_is_exp_of_t identity.odd identity.smooth_once identity.b_to_infinity_is_ratios "
                     "theorem1.several_positive theorem1.assumptions alternatives.why_a_power"),
         "twice n": (lambda z, b=b, n=n: (1 + b * abs(z)) ** (2 * sp.sign(z) * n),
                     "identity.gradients identity.shift_matters identity.edge_is_softmax identity.b_to_zero_is_uniform "
-                    "theorem1.several_positive_bounds theorem1.one_positive theorem1.none_positive theorem1.ties "
-                    "theorem2.others_bounded theorem2.falling_score theorem2.assumptions consequences.entropy_from_range "
+                    "theorem1.several_positive_bounds theorem1.several_positive_rate theorem1.one_positive "
+                    "theorem1.none_positive theorem1.ties theorem2.others_bounded theorem2.falling_score "
+                    "theorem2.assumptions consequences.entropy_from_range "
                     "consequences.gradient_of_losers consequences.lipschitz alternatives.entmax alternatives.cosformer "
                     "alternatives.hardmax"),
         "no n": (lambda z, b=b, n=n: (1 + b * abs(z)) ** sp.sign(z), "consequences.n_can_grow"),
         "b outside": (lambda z, b=b, n=n: (b + abs(z)) ** (sp.sign(z) * n), "identity.scale_is_b")},
-    "signed_log": {
+    "t_of": {
         "no sign": (lambda z, b=b, n=n: n * sp.log(1 + b * abs(z)), "identity.odd identity.increasing"),
         "no n": (lambda z, b=b, n=n: sp.sign(z) * sp.log(1 + b * abs(z)),
-                 "identity.power_is_exp_of_signed_log identity.smooth_once identity.n_to_infinity_is_hardmax "
+                 "identity.power_is_exp_of_t identity.smooth_once identity.n_to_infinity_is_hardmax "
                  "theorem1.context_mass theorem1.none_positive theorem2.assumptions consequences.entropy_from_range "
                  "consequences.shifted_scores"),
         "linear": (lambda z, b=b, n=n: n * b * z, "identity.shift_matters identity.edge_is_softmax"),
@@ -122,7 +123,8 @@ WRONG = {  # function: {what is wrong with it: (the wrong version, proofs that m
                              "half the gap": (lambda L, g, k, m=1: (0, k / (k + sp.exp(L * g / 2))), "alternatives.hardmax")},
     "softmax_rest": {"x doubled": (lambda x, A: A / (A + sp.exp(2 * x)), "theorem2.softmax_collapse theorem2.score_for_share")},
     "ssa_rest": {"n + 1": (lambda x, B, b=b, n=n: B / (B + (1 + b * x) ** (n + 1)),
-                           "theorem2.ssa_collapse theorem2.score_for_share theorem2.slower consequences.gradient_of_losers")},
+                           "theorem2.ssa_collapse theorem2.score_for_share theorem2.slower theorem2.assumptions "
+                           "consequences.gradient_of_losers")},
     "softmax_score_for": {"odds inverted": (lambda share, A: sp.log(A * (1 - share) / share),
                                             "theorem2.score_for_share theorem2.context_length")},
     "ssa_score_for": {"n for 1/n": (lambda share, B, b=b, n=n: ((B * share / (1 - share)) ** n - 1) / b,
@@ -144,7 +146,7 @@ def test_a_wrong_definition_breaks_the_proof(function, what, name, monkeypatch):
 
 
 def test_wrong_definitions_reach_every_proof_that_uses_them():
-    used = {name: [f for f in ("power", "signed_log") if f in proof.__code__.co_names] for name, proof in PROOFS.items()}
+    used = {name: [f for f in ("power", "t_of") if f in proof.__code__.co_names] for name, proof in PROOFS.items()}
     reached = {(proof, f) for f, _, proof in CASES}
     assert not [(name, f) for name, fs in used.items() for f in fs if (name, f) not in reached]
 

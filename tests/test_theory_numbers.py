@@ -38,7 +38,7 @@ def tensor(scores):
 def test_the_definitions_are_those_of_ssa_py(b, n):
     scores = [-2.5, -0.1, 0, 0.7, 30]
     torch.testing.assert_close(tensor(identity.ssa(scores, b, n)), ssa(tensor(scores), b, n))
-    torch.testing.assert_close(tensor(identity.signed_log(s, b, n) for s in scores).softmax(-1), ssa(tensor(scores), b, n))
+    torch.testing.assert_close(tensor(identity.t_of(s, b, n) for s in scores).softmax(-1), ssa(tensor(scores), b, n))
 
 
 def test_edge_of_softmax():
@@ -87,6 +87,17 @@ def test_several_positive(b, n):
     L = 1e5
     rate = L * (ssa(L * z, b, n) / limit - 1)[:3]
     assert torch.allclose(rate, n / b * (1 / z - (limit[:3] / z[:3]).sum())[:3], rtol=1e-3)
+
+
+@pytest.mark.parametrize("n, row, extra", [(0.5, [3.0, 2.0, -1.0, -4.0], 1.5 / (3**0.5 + 2**0.5)),
+                                           (1.0, [3.0, 2.0, 0.0, 0.0, -1.0], 2 / 5)])
+def test_rate_where_nonpositive_scores_count(n, row, extra):
+    """At n = 1/2 negative scores are of the 1/L order, at n = 1 zeros: they shift its constant."""
+    z, b, L = tensor(row), 0.8, 1e6
+    limit = z.clamp_min(0) ** n / (z.clamp_min(0) ** n).sum()
+    rate = L * (ssa(L * z, b, torch.tensor(n, dtype=torch.float64)) / limit - 1)[:2]
+    alone = n / b * (1 / z[:2] - (limit[:2] / z[:2]).sum())
+    assert torch.allclose(rate, alone - extra / b, rtol=1e-3)
 
 
 @pytest.mark.parametrize("b, n", BN)
@@ -157,6 +168,14 @@ def test_lipschitz_and_gradients(b, n):
     z = torch.tensor([x, y, -1.0], dtype=torch.float64, requires_grad=True)
     loser = torch.autograd.grad(ssa(z, b, n)[1], z)[0][1].item()
     assert loser * x**n == pytest.approx((1 + b * y) ** n / b**n * n * b / (1 + b * y), rel=1e-3)
+
+
+@pytest.mark.parametrize("b, n", BN)
+def test_an_absolute_error_of_one_score(b, n):
+    """The log odds against a score of 0 move by n b e / (1 + b size) at most, and by more than that of the larger size."""
+    for small, e in [(0.5, 0.5), (1.0, 0.1), (20.0, 3.0)]:
+        near, far = (ssa(tensor([size, 0]), b, n).log().diff().item() for size in (small, small + e))
+        assert n * b * e / (1 + b * (small + e)) < near - far < n * b * e / (1 + b * small)
 
 
 @pytest.mark.parametrize("b, n", BN)

@@ -13,12 +13,12 @@ Theorem 1 scales all scores by L, g the gap between the largest score and the ne
     CosFormer        does not change with L                 1/x (x: the key's power)  not by q . k: see `cosformer`
 
 So among weights that are a function of the score alone, what decides is the tail of that function (`tail_decides`), and where
-scaling leaves odds that are neither 0 nor infinite, these are powers (`why_a_power`). All of this is ours; the paper compares by experiment.
-The definitions are those of ssa.py. m = 1 winner unless said otherwise; ties share as in Theorem 1.
+scaling leaves odds that are neither 0 nor infinite, these are powers (`why_a_power`). All of this is ours; the paper compares
+by experiment. The definitions are those of ssa.py. m = 1 winner unless said otherwise; ties share as in Theorem 1.
 """
 
 import sympy as sp
-from identity import L, R, g, n, power, s, x, y, z
+from identity import L, R, b, g, n, power, s, x, y, z
 from prove import at_most, equal, less, proof, tends
 from theorem1 import W, share, softmax_loser_bounds
 
@@ -40,8 +40,9 @@ def tail_decides():
 @proof
 def why_a_power():
     """Limits under scaling are powers. Suppose w(L x) / w(L y) tends to a finite positive limit f(x/y) for all positive scores
-    x, y. Then f(r s) = f(r) f(s), and f(r) = r^n for some n (n = 0: weights that end by ranking nothing); SSA is the scorer with n >= 1 that is also
-    smooth at 0 and treats negative scores as inverses.
+    x, y. Then f(r s) = f(r) f(s), and f(r) = r^n for some n (n = 0: weights that end by ranking nothing). SSA is one such scorer
+    that is also once differentiable at 0 and treats negative scores as inverses. Not the only one: exp(n asinh(b z)) does the
+    same, has the same limit, and all derivatives at 0.
 
     By hand: the odds of x against y and of y against z multiply, before and in the limit. For differentiable f, the derivative
     of f(r s) = f(r) f(s) with respect to s at s = 1 is r f'(r) = n f(r), n = f'(1); so f(r) r^-n has derivative 0 and is
@@ -49,10 +50,16 @@ def why_a_power():
     (Measurable w is enough: that is Karamata's theorem on regular variation.)
     """
     f = sp.Function("f")
+
+    def other(z):
+        return sp.exp(n * sp.asinh(b * z))
+
     return [equal("The derivative of f(r) r^-n has the factor r f' - n f", (f(r) * r**-n).diff(r),
                   r ** (-n - 1) * (r * f(r).diff(r) - n * f(r))),
             equal("r^n is multiplicative", (r * s) ** n, r**n * s**n),
-            equal("SSA: power(x) times power(-x)", power(-x) * power(x), 1)]
+            equal("SSA: power(x) times power(-x)", power(-x) * power(x), 1),
+            equal("The same for exp(n asinh(b z))", other(-z) * other(z), 1),
+            tends("and its odds at scale L", other(L * x) / other(L * y), L, sp.oo, (x / y) ** n)]
 
 
 @proof
@@ -143,9 +150,9 @@ def sa_softmax():
 
 @proof
 def cosformer():
-    """CosFormer's weights, relu(q) . relu(k_j) cos(angle_j) =: a_j over their sum, are linear in q and in each k: no scale
-    changes them, and one key whose power x grows leaves the others R / (R + x) = Theta(1/x), like SSA with n = 1. With n = 1
-    SSA's limit in Theorem 1, z_j / sum z_k over positive scores, has the same form.
+    """CosFormer's weights are a_j = relu(q) . relu(k_j) cos(angle_j) over their sum. Each a_j is positively homogeneous in q and
+    in k_j: no scale of q, or of all keys, changes the weights, and one key whose power x grows leaves the others R / (R + x) =
+    Theta(1/x), like SSA with n = 1. With n = 1 SSA's limit in Theorem 1, z_j / sum z_k over positive scores, has the same form.
 
     The price: they do not follow q . k, since what is negative in q and k is cut off before the product. Below, q . k ranks
     one key first and CosFormer the other. And one-hot rows need no growth: q = (1, 0) sees only one of the keys (1, 0), (0, 1).

@@ -3,7 +3,7 @@
     question                                        softmax                        SSA
     entropy, K scores between -s and s              >= log K - 2 s                 >= log K - 2 n log(1 + b s)
     gradient of a loser, another score at x         Theta(e^-x)                    Theta(x^-n)
-    Lipschitz constant, norms 1, 2, infinity        1/2                            n b/2;  n b/(2 (1 + b s)) beyond scores of s
+    Lipschitz constant, norms 1, 2, infinity        1/2                            n b/2;  n b/(2 (1 + b s)) for sizes >= s
     scores rounded, relative error e                weights times e^(+-2 e s)      weights times (1 - e)^(+-2n), any scores
     scores off by an absolute error e               weights times e^(+-2 e)        weights times e^(+-2 n b e)
 
@@ -14,7 +14,7 @@ where a task wants it low.
 """
 
 import sympy as sp
-from identity import L, R, b, g, n, power, signed_log, ssa, x, y, z
+from identity import L, R, b, g, n, power, ssa, t_of, x, y, z
 from prove import at_most, equal, grows_past, less, proof, rises_to, tends
 from theorem2 import A, B, ssa_rest
 
@@ -37,7 +37,7 @@ def largest_weight_bound(K, spread):
 
 def spread_of_t(s, b, n):
     """The range of t for scores between -s and s: 2 n log(1 + b s). For softmax it is 2 s."""
-    return signed_log(s, b, n) - signed_log(-s, b, n)
+    return t_of(s, b, n) - t_of(-s, b, n)
 
 
 # ----------------------------------------------------------------------------------------------------------- entropy
@@ -109,12 +109,14 @@ def gradient_of_losers():
 @proof
 def gradient_under_scaling():
     """All scores grow (Theorem 1), two of them positive: the gradient with respect to the unscaled scores z,
-    L P (1 - P) t'(L z), tends to P_j (1 - P_j) n / z_j, not to 0. Softmax's, L P (1 - P), vanishes exponentially.
+    L P (1 - P) t'(L z), tends to P_j (1 - P_j) n / z_j for a positive score, not to 0. Softmax's, L P (1 - P), vanishes
+    exponentially if there is no tie at the top; tied winners keep P = 1/m, and theirs grows like L.
     """
     soft = 1 / (1 + sp.exp(L * g))
     return [tends("The inner factor", L * n * b / (1 + b * L * y), L, sp.oo, n / y),
             tends("Softmax: two tokens, gap g", L * soft * (1 - soft), L, sp.oo, 0),
-            tends("with its rate", sp.exp(L * g) * soft * (1 - soft), L, sp.oo, 1)]
+            tends("with its rate", sp.exp(L * g) * soft * (1 - soft), L, sp.oo, 1),
+            equal("but two that tie, g = 0, have", (L * soft * (1 - soft)).subs(g, 0), L / 4)]
 
 
 @proof
@@ -166,15 +168,18 @@ def rounded_scores():
 
 @proof
 def shifted_scores():
-    """An absolute error e of a score (long sums in low precision) moves t by n b e at most, and near 0 by just that: SSA is
-    safer than softmax where n b < 1, and beyond scores of size x, where it moves t by n b e / (1 + b x) at most.
+    """An absolute error e of a score (long sums in low precision) moves t by n b e at most, and near 0 by just that. Where the
+    score stays of size >= x, it moves t by n b e / (1 + b x) at most: SSA is safer than softmax where n b < 1 + b x.
 
+    x is the smaller of the two sizes, so for an error towards 0 it is that of the wrong score.
     By hand: for scores of either sign, the mean value inequality with the slope of t.
     """
-    moved = signed_log(x + e) - signed_log(x)
-    return [equal("How far t moves from x > 0", moved, n * sp.log(1 + b * e / (1 + b * x))),
+    moved, ratio = t_of(x + e) - t_of(x), b * e / (1 + b * x)
+    return [equal("How far t moves between x > 0 and x + e, either way", moved, n * sp.log(1 + ratio)),
             grows_past("at most n times u, here u = b e / (1 + b x)", n * sp.log(1 + u), n * u, u),
-            tends("Sharp at 0", signed_log(e) / e, e, 0, n * b)]
+            grows_past("and at least n times u / (1 + u)", n * u / (1 + u), n * sp.log(1 + u), u),
+            equal("which has the larger size below", ratio / (1 + ratio), b * e / (1 + b * (x + e))),
+            tends("Sharp at 0", t_of(e) / e, e, 0, n * b)]
 
 
 # ---------------------------------------------------------------------------------------- what the theorems do not say

@@ -1,4 +1,4 @@
-"""SSA is softmax of the signed log, and what follows from that one line.
+"""SSA is softmax of a signed log, and what follows from that one line.
 
     power(z) = (1 + b|z|)^(sgn(z) n)                SSA(z)_j = power(z_j) / sum_k power(z_k)         the paper's definition
     t(z)     = n sgn(z) log(1 + b|z|)               SSA(z)   = softmax(t(z))                         the identity
@@ -8,8 +8,9 @@ derivative there. Scaling the scores is scaling b. Unlike softmax, SSA notices a
 the family (n -> infinity with b = 1/n), and its distance to an SSA of finite n is known for scores of a given range; b -> 0
 is the plain average; b -> infinity weighs by powers of ratios; n -> infinity with b fixed is hardmax.
 
-All of this holds for every b > 0 and n > 0; the paper's n >= 1 is not needed. The definitions are those of ssa.py; the other
-modules of theory/ use them from here. The paper defines the power form; the bounds and rates are ours.
+All of this holds for every b > 0 and n > 0; the paper's n >= 1 is not needed. The definitions are those of ssa.py, whose
+signed_log is t without n; the other modules of theory/ use them from here. The paper defines the power form; the bounds and
+rates are ours.
 """
 
 import sympy as sp
@@ -26,8 +27,8 @@ def power(z, b=b, n=n):
     return (1 + b * sp.Abs(z)) ** (sp.sign(z) * n)
 
 
-def signed_log(z, b=b, n=n):
-    """t, the score that softmax would need to give the same weights."""
+def t_of(z, b=b, n=n):
+    """t(z), the score that softmax would need to give the same weights: n times the signed_log of ssa.py."""
     return n * sp.sign(z) * sp.log(1 + b * sp.Abs(z))
 
 
@@ -38,46 +39,47 @@ def ssa(scores, b=b, n=n):
 
 
 @proof
-def power_is_exp_of_signed_log():
+def power_is_exp_of_t():
     """power(z) = exp(t(z)) for every real z.
 
     By hand: SSA and softmax(t) divide these same numbers by the sum of these same numbers, so they agree for any K.
     """
-    return [equal("The logarithm of the power is the signed log", sp.log(power(z)), signed_log(z)),
-            equal("At 0, for all b and n", power(0), sp.exp(signed_log(0)))]
+    return [equal("The logarithm of the power is t", sp.log(power(z)), t_of(z)),
+            equal("At 0, for all b and n", power(0), sp.exp(t_of(0)))]
 
 
 @proof
 def odd():
     """A score of -z undoes what a score of z does."""
-    return [equal("t(-z), which is -t(z)", signed_log(-z), -signed_log(z)),
+    return [equal("t(-z), which is -t(z)", t_of(-z), -t_of(z)),
             equal("power(z) times power(-z)", power(z) * power(-z), 1)]
 
 
 @proof
 def increasing():
-    """t increases everywhere, fastest at 0.
+    """t increases everywhere, fastest at 0, and |t(z)| <= n b |z|.
 
-    By hand: a continuous function with a positive derivative on both sides of 0 increases on the whole line.
+    By hand: a continuous function with a positive derivative on both sides of 0 increases on the whole line. For z < 0 the last
+    statement follows from t being odd.
     """
     slope = n * b / (1 + b * x)
-    return [equal("Slope at x > 0", sp.diff(signed_log(x), x), slope),
-            equal("Slope at -x < 0", -sp.diff(signed_log(-x), x), slope),
-            tends("Slope at 0 from the right", signed_log(x) / x, x, 0, n * b),
-            tends("Slope at 0 from the left", signed_log(-x) / (-x), x, 0, n * b),
+    return [equal("Slope at x > 0", sp.diff(t_of(x), x), slope),
+            equal("Slope at -x < 0", -sp.diff(t_of(-x), x), slope),
+            tends("Slope at 0 from the right", t_of(x) / x, x, 0, n * b),
+            tends("Slope at 0 from the left", t_of(-x) / (-x), x, 0, n * b),
             less("It is positive", 0, slope),
             at_most("and largest at 0", slope, n * b),
-            grows_past("so that t never exceeds its tangent", signed_log(x), n * b * x, x)]
+            grows_past("so that t(x), which is |t(-x)| as well, stays below the tangent at 0", t_of(x), n * b * x, x)]
 
 
 @proof
 def smooth_once():
-    """The first derivative is continuous at 0, the second jumps there: from n b^2 to -n b^2, for t and for the power alike.
+    """The first derivative is continuous at 0, the second jumps there by -2 n b^2, for t and for the power alike.
 
-    (power'' is n(n+1)b^2 on the left and n(n-1)b^2 on the right.) So an optimizer of first order sees nothing unusual at 0.
+    (t'' goes from n b^2 to -n b^2, power'' from n(n+1)b^2 to n(n-1)b^2.) An optimizer of first order sees nothing unusual at 0.
     """
     statements = []
-    for name, f, second in [("t", signed_log, n * b**2), ("the power", power, n * (n + 1) * b**2)]:
+    for name, f, second in [("t", t_of, n * b**2), ("the power", power, n * (n + 1) * b**2)]:
         right, left = f(x), f(-x).subs(x, -z)  # the two branches, each smooth up to 0
         jump = sp.limit(right.diff(x, 2), x, 0) - left.diff(z, 2).subs(z, 0)
         statements += [
@@ -118,7 +120,7 @@ def gradients():
 @proof
 def scale_is_b():
     """SSA(L z; b) = SSA(z; L b): how large scores are and how large b is are the same question."""
-    return [equal("t(L z) with b, and t(z) with L b", signed_log(L * z), signed_log(z, b=L * b)),
+    return [equal("t(L z) with b, and t(z) with L b", t_of(L * z), t_of(z, b=L * b)),
             equal("and so the power", power(L * z), power(z, b=L * b))]
 
 
@@ -129,7 +131,7 @@ def shift_matters():
     The log odds of two tokens are t(z_1 + c) - t(z_2 + c). By hand: where they tend to 0 for every pair, the weights become
     equal.
     """
-    odds = signed_log(y + g + c) - signed_log(y + c)
+    odds = t_of(y + g + c) - t_of(y + c)
     above = odds.subs(c, u)  # a shift upwards
     weights, shifted = ssa([0, 1], b=1, n=1), ssa([1, 2], b=1, n=1)
     return [equal("Softmax: the shift cancels", sp.exp(z_1 + c) / (sp.exp(z_1 + c) + sp.exp(z_2 + c)),
@@ -139,7 +141,7 @@ def shift_matters():
             differ("The shift did not cancel", weights[0], shifted[0]),
             less("Among positive scores a shift up narrows the log odds", above.diff(u), 0),
             tends("and far up they vanish", above, u, sp.oo, 0),
-            tends("Far down they vanish as well", signed_log(-x) - signed_log(-x - g), x, sp.oo, 0)]
+            tends("Far down they vanish as well", t_of(-x) - t_of(-x - g), x, sp.oo, 0)]
 
 
 @proof
@@ -153,7 +155,7 @@ def edge_is_softmax():
     By hand: t_j = z_j + d_j with |d_j| <= R^2/(2n) =: e; SSA_j / softmax_j = exp(d_j) / sum_k softmax_k exp(d_k), and both the
     numerator and the average below it lie between exp(-e) and exp(e). Negative scores follow from t being odd.
     """
-    t = signed_log(x, b=1 / n)
+    t = t_of(x, b=1 / n)
     below = u - u**2 / 2  # for u = x/n: below <= log(1 + u) <= below + u^3/3, and t = n log(1 + u)
     return [tends("The limit of t", t, n, sp.oo, x),
             tends("The limit of the power", power(x, b=1 / n), n, sp.oo, sp.exp(x)),
@@ -164,7 +166,7 @@ def edge_is_softmax():
             equal("The lower bound, times n, at u = x/n", n * below.subs(u, x / n), x - x**2 / (2 * n)),
             tends("So the error is of order 1/n exactly", n * (x - t), n, sp.oo, x**2 / 2),
             tends("Sharp for the log odds of R and -R",
-                  n * (2 * R - signed_log(R, b=1 / n) + signed_log(-R, b=1 / n)), n, sp.oo, R**2),
+                  n * (2 * R - t_of(R, b=1 / n) + t_of(-R, b=1 / n)), n, sp.oo, R**2),
             tends("but for fixed n nothing holds at all scores", t / x, x, sp.oo, 0)]
 
 
@@ -183,7 +185,7 @@ def b_to_zero_is_uniform():
 
 @proof
 def b_to_infinity_is_ratios():
-    """b -> infinity weighs positive scores by powers of their ratios, and leaves nothing to a score of 0 or below.
+    """b -> infinity weighs positive scores by powers of their ratios, and leaves nothing to the others if some score is positive.
 
     By `scale_is_b` that is the limit of Theorem 1, where all cases are worked out (theorem1.py).
     """
@@ -196,10 +198,15 @@ def b_to_infinity_is_ratios():
 def n_to_infinity_is_hardmax():
     """n -> infinity with b fixed: all weight goes to the largest score, exponentially in n, as n is an inverse temperature.
 
-    The rate is the gap of the signed logs, which for positive scores stays below log of their ratio, however large b is.
+    The rate is the gap of t/n, which for positive scores stays below log of their ratio, however large b is.
+    By hand: t/n is free of n and increases (`increasing`), so whatever the signs, the log odds of the largest score against a
+    smaller one are n times a positive rate; K tokens are a finite sum of such odds. Tied largest scores share.
     """
     rate = sp.log((1 + b * (y + g)) / (1 + b * y))
-    return [equal("The log odds are n times a rate", signed_log(y + g) - signed_log(y), n * rate),
+    return [equal("The log odds are n times a rate", t_of(y + g) - t_of(y), n * rate),
+            equal("and for negative scores the same", t_of(-y) - t_of(-y - g), n * rate),
+            equal("A positive against a negative score: also n times a rate", t_of(x) - t_of(-y),
+                  n * (sp.log(1 + b * x) + sp.log(1 + b * y))),
             less("The larger of two positive scores has the larger base, so the rate is positive", 1 + b * y, 1 + b * (y + g)),
             rises_to("and below the log of their ratio", rate, b, sp.log((y + g) / y)),
             tends("At any positive rate, here g, the loser's odds vanish", sp.exp(-n * g), n, sp.oo, 0)]

@@ -17,15 +17,16 @@ holds there or not. With p positive scores, r zeros, q negative scores, m tied a
     softmax, any case    uniform over the m largest        exp(-L gap)                    to one-hot if m = 1
 
 Assumptions, each with a counterexample in `assumptions`: no tie (softmax), two positive scores (SSA), n and b do not move
-with L. That n >= 1 is not needed: n > 0 will do (but with zeros and n < 1, the first rate is L^-n).
+with L. That n >= 1 is not needed: n > 0 will do. (But zeros with n < 1 slow the first rate to L^-n, and negative scores with
+n < 1/2 to L^-2n; at n = 1 and n = 1/2 they change its constant, see `several_positive_rate`.)
 """
 
 import sympy as sp
-from identity import L, R, b, g, n, power, signed_log, ssa, x, y, z
+from identity import L, R, b, g, n, power, ssa, t_of, x, y, z
 from prove import at_most, equal, grows_past, less, proof, rises_to, tends
 
 m, k, r, q = sp.symbols("m k r q", positive=True, integer=True)  # tied winners, losers, zeros, negatives
-S, W, A, B, B_1, h, e = sp.symbols("S W A B B_1 h e", positive=True)
+S, W, A, B, B_1, N, h, e = sp.symbols("S W A B B_1 N h e", positive=True)
 d, s_1, s_2, s_3 = sp.symbols("d s_1 s_2 s_3", nonnegative=True)
 ratio = sp.Symbol("rho", positive=True)  # a losing score as a part of the largest
 
@@ -111,7 +112,7 @@ def context_mass():
     By hand: the log odds are n times the difference below; zeros and negative scores only add to the mass off the winners.
     """
     mass = share(B, m * x**n)
-    scaled = signed_log(L * (y + g)) / n - signed_log(L * y) / n
+    scaled = t_of(L * (y + g)) / n - t_of(L * y) / n
     return [equal("k others at ratio rho exactly", mass.subs(B, k * (ratio * x) ** n), k * ratio**n / (m + k * ratio**n)),
             at_most("k others at ratio rho or more", k * ratio**n / (m + k * ratio**n), mass, {B: x**n * (k * ratio**n + d)}),
             less("It is positive", 0, k * ratio**n / (m + k * ratio**n)),
@@ -142,15 +143,26 @@ def several_positive_bounds():
 def several_positive_rate():
     """The rate is 1/L, with the constant: L (SSA(L z)_j / P_j - 1) -> (n/b) (1/z_j - sum_k P_k / z_k).
 
-    (For n > 1, or n = 1 without zeros; r zeros with n = 1 add -r/(b sum z_k), as they fade like 1/L as well.) It vanishes for
-    every j only if all positive scores tie or one is alone: then the nonpositive scores set the rate, as in `one_positive`.
-    By hand: with e = 1/(b L), SSA is z_j^n (1 + e/z_j)^n over a sum of such terms, plus r e^n, plus terms of order e^(2n). The
+    (For n > 1; without zeros for n > 1/2; without zeros and negative scores for n > 0.) Zeros fade like L^-n: r of them add
+    -r/(b sum z_k) at n = 1 and set the rate below. Negative scores fade like L^-2n: without zeros they add -N/(b sum z_k^n), with
+    N = sum |z_i|^-n over them, at n = 1/2 and set the rate below.
+    The constant vanishes for every j only if all positive scores tie or one is alone: then the nonpositive scores set the rate,
+    as in `one_positive`.
+    By hand: with e = 1/(b L), SSA is z_j^n (1 + e/z_j)^n over a sum of such terms, plus r e^n, plus N e^(2n) to first order. The
     other positive tokens enter as B + n B_1 e + O(e^2), with B = sum z_k^n and B_1 = sum z_k^(n-1).
     """
-    P = x**n * (1 + e / x) ** n
-    P = P / (P + B + n * B_1 * e)
-    mean_inverse = (x ** (n - 1) + B_1) / (x**n + B)
-    return [equal("Relative change of the weight per e", sp.log(P).diff(e).subs(e, 0), n * (1 / x - mean_inverse))]
+    def change(extra):  # of the logarithm of the weight, per e; the nonpositive scores add extra * e to the sum
+        P = x**n * (1 + e / x) ** n
+        return sp.log(P / (P + B + n * B_1 * e + extra * e)).diff(e).subs(e, 0)
+
+    def added(extra):
+        return sp.simplify(change(extra) - change(0))
+
+    half, mean_inverse = sp.Rational(1, 2), (x ** (n - 1) + B_1) / (x**n + B)
+    return [equal("Relative change of the weight per e", change(0), n * (1 / x - mean_inverse)),
+            equal("A negative score's power over (b L)^n", power(-y / (b * e)) * e**n, e ** (2 * n) * (y + e) ** -n),
+            equal("n = 1: r zeros add", added(r).subs(n, 1), -r / (x + B)),
+            equal("n = 1/2: negative scores add", added(N).subs(n, half), -N / (sp.sqrt(x) + B))]
 
 
 @proof
@@ -190,7 +202,7 @@ def none_positive():
             tends("like", L**n * power(-L * y), L, sp.oo, (b * y) ** (-n)),
             tends("Mass of one negative score beside r zeros", L**n * share(power(-L * y), r), L, sp.oo, (b * y) ** (-n) / r),
             tends("Odds of two negative scores", power(-L * x) / power(-L * y), L, sp.oo, (y / x) ** n),
-            rises_to("and their logarithm over n stays below the limit's", signed_log(-L * y) / n - signed_log(-L * (y + g)) / n,
+            rises_to("and their logarithm over n stays below the limit's", t_of(-L * y) / n - t_of(-L * (y + g)) / n,
                      L, sp.log(y + g) - sp.log(y))]
 
 

@@ -15,7 +15,7 @@ That n >= 1 is not needed: n > 0 will do.
 """
 
 import sympy as sp
-from identity import L, b, g, n, power, signed_log, x, y
+from identity import L, b, g, n, power, t_of, x, y
 from prove import at_most, equal, grows_past, less, proof, rises_to, tends
 
 A, B, k, s = sp.symbols("A B k s", positive=True)  # the others: sums of their powers, their number K - 1, their size
@@ -147,11 +147,15 @@ def assumptions():
 
     - Others fixed: where a rival stays at a fixed ratio below the winner, we are in Theorem 1, and its odds never vanish.
     - Their number fixed: with K - 1 = e^x others at 0, softmax stays at 1/2, too.
-    - n fixed: with n = x, b = 1, SSA's mass falls faster than e^-x.
-    - b fixed: with b = (e^x - 1)/x, SSA's mass falls exactly like e^(-n x).
+    - n fixed: with n = x, b = 1, SSA's mass falls faster than e^-x, whatever the others.
+    - b fixed: with b = (e^x - 1)/x, SSA's mass falls exactly like e^(-n x) if all others are at 0. (B grows with b: beside
+      another positive score y it falls like x^-n still, as theorem1.context_mass says.)
     """
-    rival = signed_log(L * (y + g)) / n - signed_log(L * y) / n
+    growing = (sp.exp(x) - 1) / x
+    rival = t_of(L * (y + g)) / n - t_of(L * y) / n
     return [rises_to("A rival that grows along: log odds over n", rival, L, sp.log(y + g) - sp.log(y)),
             equal("As many others as e^x: they keep", softmax_rest(x, sp.exp(x)), sp.Rational(1, 2)),
-            tends("n grows with x", sp.exp(x) * (1 + x) ** -x, x, sp.oo, 0),
-            equal("b grows with x: the logarithm of the power is", sp.log(power(x, b=(sp.exp(x) - 1) / x)), n * x)]
+            tends("n grows with x: odds of a score y", sp.exp(x) * power(y, b=1, n=x) / power(x, b=1, n=x), x, sp.oo, 0),
+            tends("b grows with x: k others at 0 keep", sp.exp(n * x) * ssa_rest(x, k, b=growing), x, sp.oo, k),
+            tends("but the odds of a positive score y fall like", x**n * power(y, b=growing) / power(x, b=growing), x, sp.oo,
+                  y**n)]
