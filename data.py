@@ -23,7 +23,7 @@ import shards
 from files import file_sha256, one_line, sha256, write_json
 from flags import UserError
 from sources import Source, find_source, is_held_out
-from tokens import DTYPE, FORMAT, REBUILD, Tokenizer, bits_per_byte, get_tokenizer, load_manifest
+from tokens import DTYPE, FORMAT, REBUILD, Tokenizer, bits_per_byte, get_tokenizer, load_manifest, require_whole
 
 
 # ---- Preparation: text -> token files -------------------------------------------------------------------------------
@@ -190,10 +190,7 @@ class Corpus:
         path, shard = self._shards[split][number]
         if path not in self._open:
             shard = shard if shard["sha256"] else self._wait(split, number)
-            if not path.is_file():
-                raise UserError(f"{path}: missing; {REBUILD}")
-            if path.stat().st_size != shard["tokens"] * DTYPE.itemsize or file_sha256(path) != shard["sha256"]:
-                raise UserError(f"{path}: damaged, its size or checksum is not the manifest's; {REBUILD}")
+            require_whole(path, shard)
             tokens = np.asarray(np.memmap(path, dtype=DTYPE, mode="r"))
             if tokens.max() >= self.tokenizer.vocab_size:
                 raise UserError(f"{path}: has token {tokens.max()}, beyond those of {self.tokenizer.name}; {REBUILD}")

@@ -152,6 +152,7 @@ class TextFlags(SharedFlags):
     def check(self):
         super().check()
         require(self, "eval_tokens", self.eval_tokens >= 0, "must be at least 0")
+        require(self, "cache_dir", self.cache_dir, "name a folder")
         require(self, "data_timeout", 0 <= self.data_timeout < math.inf, "must be a number of seconds, at least 0")
 
 

@@ -29,6 +29,7 @@ def main(flags):
     folder = Path(flags.out)
     if flags.results:
         folder = Path(flags.results) / (flags.name if scorers <= 2 else f"{flags.name}-{scorers}-scorers")
+    require_ours(Path(flags.out), runs)
     for name, path in (("--out", Path(flags.out)), ("--results", folder)):
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -56,6 +57,14 @@ def main(flags):
     return 0
 
 
+def require_ours(folder, runs):
+    """Raise UserError for a folder with files of others: our tables and figures would replace some."""
+    names = {Path(run.out).name + ending for run in runs for ending in ("", ".log")}
+    ours = any((Path(run.out) / "config.json").exists() for run in runs)
+    if folder.is_dir() and not ours and {path.name for path in folder.iterdir()} - names:
+        raise UserError(f"--out={folder}: is not empty and holds no run of this comparison; choose another folder")
+
+
 def write_lines(path, values):
     """A dict as JSON, a line a key, numbers to five digits: to be read and kept, beside the exact ones in the run folders."""
     lines = [f"{json.dumps(key)}: {json.dumps(rounded(value))}" for key, value in values.items()]
@@ -80,22 +89,23 @@ def train_all(runs, flags):
         while waiting and len(running) < jobs and not code and not stopped:
             run = waiting.pop(0)
             log = Path(f"{run.out}.log")
-            with open(log, "w", encoding="utf-8") as file:
+            with open(log, "a", encoding="utf-8") as file:
                 process = subprocess.Popen(run.command(), stdout=file, stderr=subprocess.STDOUT)
-            running[process] = log
+                running[process] = log, file.tell()
             print(f"started {run.scorer} with seed {run.seed} (log: {log})")
         if stopped:
             for process in running:
                 process.send_signal(signal.SIGTERM)
         time.sleep(0.1)
         for process in [process for process in running if process.poll() is not None]:
-            log = running.pop(process)
-            last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:] or ["no output"]
-            print(f"{log.stem}: {last[0]}", file=sys.stderr if process.returncode else sys.stdout)
+            log, begin = running.pop(process)
+            lines = log.read_bytes()[begin:].decode("utf-8", errors="replace").strip().splitlines() or ["no output"]
+            errors = [line for line in lines if line.startswith("error: ")] if process.returncode else []
+            print(f"{log.stem}: {(errors or lines)[-1]}", file=sys.stderr if process.returncode else sys.stdout)
             code = code or process.returncode
     if stopped:
         words = [word for word in sys.argv if word not in ("--overwrite", "--resume")]
-        print(f"stopped; continue with\n  {shlex.join(['python', *words, '--resume'])}")
+        print(f"stopped; continue with\n  {shlex.join([sys.executable, *words, '--resume'])}")
         return 130
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)

@@ -2,6 +2,7 @@
 
 results: {scorer: [the result of one run, of the next seed, ...]}. Lines are means over seeds, bands their 95 % intervals. A
 cell with a dot has positions that training never reached; a grey cell lies beyond the position table. Dashed: baselines.
+More than four scorers stand in rows of four.
 """
 
 import io
@@ -42,13 +43,38 @@ def panels(rows, columns, width=3.2, height=2.7, **options):
                         squeeze=False, **options)
 
 
+def panels_of(results, rows=1, **options):
+    """For each scorer its axes (rows,): scorers stand side by side, four at most, the next four below; -> figure, a list."""
+    columns = min(len(results), 4)
+    figure, axes = panels(rows * -(-len(results) // columns), columns, **options)
+    for ax in axes.flat:
+        ax.set_visible(False)
+    chosen = [axes[rows * (i // columns):rows * (i // columns + 1), i % columns] for i in range(len(results))]
+    for ax in np.concatenate(chosen):
+        ax.set_visible(True)
+    return figure, chosen
+
+
+def legend(figure, ax):
+    """To the right of all panels, where it covers no line."""
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
+
+
 def band(axes, x, runs, label, number):
     """The mean of several curves (seeds, len(x)), and its interval where there are several. number: of the line in its panel;
     the first is the thickest, so that it shows below another that lies on it."""
-    found, color = [t_interval(values) for values in zip(*runs)], f"C{number}"
-    axes.plot(x, [i["mean"] for i in found], marker="o", ms=3, lw=max(1, 4 - 1.5 * number), label=label, color=color)
+    found, color = [t_interval(values) for values in zip(*runs)], colour(number)
+    axes.plot(x, [i["mean"] for i in found], marker="o", ms=3, lw=thickness(number), label=label, color=color)
     if len(runs) > 1:
         axes.fill_between(x, [i["low"] for i in found], [i["high"] for i in found], alpha=0.15, color=color, lw=0)
+
+
+def colour(number):
+    return f"C{number + (number >= 7)}"  # C7 is grey, as baselines are
+
+
+def thickness(number):
+    return max(1, 4 - 1.5 * number)
 
 
 def mean_grid(runs, cells_of, value_of, row, column):
@@ -70,27 +96,34 @@ def heat_map(axes, rows, columns, grid, norm, text):
     axes.set_yticks(range(len(rows)), rows)
     for i, j in np.ndindex(grid.shape):
         if np.isfinite(grid[i, j]):
-            axes.text(j, i, text(grid[i, j]), ha="center", va="center", fontsize=6, color="w")
+            axes.text(j, i, text(grid[i, j]), ha="center", va="center", fontsize=7, color=readable(image, grid[i, j]))
     return image
 
 
+def readable(image, value):
+    """Black on bright cells, white on dark ones."""
+    return "k" if np.dot(image.cmap(image.norm(value))[:3], (0.299, 0.587, 0.114)) > 0.5 else "w"
+
+
 def short(value):
-    return f"{value:.2g}" if value < 100 else f"{value:.0e}".replace("e+0", "e")
+    """Five characters at most: 0.012, 3.4, 56, 8e-3, 1e4."""
+    return f"{value:.2g}" if 0.01 <= value < 99.5 else f"{value:.0e}".replace("e+0", "e").replace("e-0", "e-")
 
 
 # ------------------------------------------------------------------------------------------------------------ quantifiers
 
 def lengths(results):
-    figure, axes = panels(1, len(results))
-    for ax, (scorer, runs) in zip(axes[0], results.items()):
+    figure, axes = panels_of(results)
+    for (ax,), (scorer, runs) in zip(axes, results.items()):
         rows, columns, grid = mean_grid(runs, lambda run: run["lengths"], lambda cell: cell["error"], "length", "sigma")
         image = heat_map(ax, rows, columns, 100 * grid, plt.Normalize(0, 60), lambda value: f"{value:.0f}")
         for cell in runs[0]["lengths"]:
             if not cell["trained"] and cell["error"] is not None:
-                ax.plot(columns.index(cell["sigma"]) + 0.35, rows.index(cell["length"]) + 0.35, "w.", ms=2)
+                i, j = rows.index(cell["length"]), columns.index(cell["sigma"])
+                ax.plot(j + 0.35, i + 0.35, ".", color=readable(image, 100 * grid[i, j]), ms=2)
         ax.set(title=scorer, xlabel="standard deviation of x", ylabel="length")
     constant = {cell["constant_true"] for cell in results[scorer][0]["lengths"] if cell["error"] is not None}
-    figure.colorbar(image, ax=axes, label=f"wrong, % (constant: {100 * min(constant):.0f})")
+    figure.colorbar(image, ax=figure.axes, label=f"wrong, % (constant: {100 * min(constant):.0f})")
     return figure
 
 
@@ -104,10 +137,10 @@ def deciders(results):
             places = [cell["place"] for cell in tests[0]["by_place"]]
             band(ax, places, [[100 * c[part] for c in t["by_place"]] for t in tests], scorer, number)
     axes[0, 0].set_xticks(range(len(numbers)), numbers)
-    axes[0, 0].set(xlabel="deciding elements (0: a constant may be right)", ylabel="wrong at the last point, %")
+    axes[0, 0].set(xlabel="deciders (0: a constant may be right)", ylabel="wrong at the last point, %")
     axes[0, 1].set(xlabel="place of a single decider", ylabel="wrong at the decider, %")
     axes[0, 2].set(xlabel="place of a single decider", ylabel="wrong at the last point, %")
-    axes[0, 0].legend(fontsize=7)
+    legend(figure, axes[0, 0])
     return figure
 
 
@@ -117,22 +150,23 @@ PARTS = {"before": ("before the outlier", 50), "own": ("at a harmless outlier", 
 
 
 def outlier(results):
-    figure, axes = panels(1, len(PARTS), width=2.7, sharey=True)
+    figure, axes = panels(1, len(PARTS), width=3, sharey=True)
     for ax, (part, (title, constant)) in zip(axes[0], PARTS.items()):
         for number, scorer in enumerate(results):
             runs = [[100 * e for e in run["outlier"]["summary"][part]] for run in results[scorer]]
             band(ax, results[scorer][0]["outlier"]["magnitudes"], runs, scorer, number)
         if constant:
-            ax.axhline(constant, color="grey", ls="--", lw=1, label="a constant answer" if part == "own" else None)
-        ax.set(title=title, xscale="log", xlabel="magnitude of the outlier", ylim=(-3, 103))
+            ax.axhline(constant, color="grey", ls="--", lw=1, label="a constant answer")
+        ax.set(title=title, xscale="log", ylim=(-3, 103))
     axes[0, 0].set_ylabel("wrong, %")
-    axes[0, 1].legend(fontsize=7)
+    figure.supxlabel("magnitude of the outlier", fontsize="medium")
+    legend(figure, axes[0, 0])
     return figure
 
 
 def interventions(results):
     shown = ("own", "sign", "after", "missed")
-    figure, axes = panels(len(results), len(shown), width=2.7, height=2.3, sharex=True, sharey=True)
+    figure, axes = panels(len(results), len(shown), width=3, height=2.2, sharex=True, sharey=True)
     for row, (scorer, runs) in zip(axes, results.items()):
         for ax, part in zip(row, shown):
             tests = {"unchanged": [run["outlier"]["summary"] for run in runs]}
@@ -141,10 +175,12 @@ def interventions(results):
                 band(ax, runs[0]["outlier"]["magnitudes"], [[100 * e for e in one[part]] for one in found], name, i)
             if part != "missed":
                 ax.axhline(50, color="grey", ls="--", lw=1)
-            ax.set_title(f"{scorer}: {PARTS[part][0]}", fontsize=9)
             ax.set(xscale="log", ylim=(-3, 103))
-        row[0].set_ylabel("wrong, %")
-    axes[0, 0].legend(fontsize=6)
+        row[0].set_ylabel(f"{scorer}: wrong, %")
+        row[-1].legend(fontsize="small", loc="center left", bbox_to_anchor=(1.02, 0.5))  # softmax is swapped for another scorer
+    for part, ax in zip(shown, axes[0]):
+        ax.set_title(PARTS[part][0])
+    figure.supxlabel("magnitude of the outlier", fontsize="medium")
     return figure
 
 
@@ -154,13 +190,13 @@ def functions(results):
     """Above: mean squared error; below: relative to the variance of y."""
     shown = {scorer: (runs, "model") for scorer, runs in results.items()}
     shown |= {name: (next(iter(results.values())), name) for name in ("3 nearest", "averaging")}
-    figure, axes = panels(2, len(shown), width=2.8)
+    figure, axes = panels(2, len(shown))
     for column, (name, (runs, key)) in enumerate(shown.items()):
         for ax, divide, norm in ((axes[0, column], False, LogNorm(1e-3, 1e4)), (axes[1, column], True, LogNorm(1e-4, 1e1))):
             rows, columns, grid = mean_grid(runs, lambda run: run["functions"]["cells"],
                                             lambda cell: cell[key] / (cell["variance"] if divide else 1), "sigma_f", "sigma_x")
             image = heat_map(ax, rows, columns, np.maximum(grid, norm.vmin), norm, short)
-            ax.set(title=f"{name}{', relative' if divide else ''}", xlabel="sigma_x", ylabel="sigma_f")
+            ax.set(title=f"{name}{', relative' if divide else ''}", xlabel="sigma_x", ylabel="" if column else "sigma_f")
             if column == len(shown) - 1:
                 figure.colorbar(image, ax=axes[int(divide)], label="error / variance of y (zero: 1)" if divide else
                                 "squared error (least squares: 0)")
@@ -168,13 +204,16 @@ def functions(results):
 
 
 def examples(results):
+    """A thin line a seed: an interval of two seeds reaches below 0, which these axes do not show."""
     wanted = ((1, 1), (3, 1), (1, 3), (10, 10))
     figure, axes = panels(1, len(wanted))
     for ax, (sigma_x, sigma_f) in zip(axes[0], wanted):
         for number, scorer in enumerate(results):
             runs = [cell for run in results[scorer] for cell in run["functions"]["by_examples"]
                     if (cell["sigma_x"], cell["sigma_f"]) == (sigma_x, sigma_f)]
-            band(ax, range(len(runs[0]["model"])), [run["model"] for run in runs], scorer, number)
+            errors = np.array([run["model"] for run in runs])  # (seeds, examples)
+            ax.plot(errors.mean(0), lw=thickness(number), label=scorer, color=colour(number))
+            ax.plot(errors.T, lw=0.5, color=colour(number))
         for name, style in (("zero", ":"), ("3 nearest", "--"), ("averaging", "-."), ("least squares", "-")):
             ax.plot(runs[0][name], color="grey", ls=style, lw=1, label=name)
         reached = results[scorer][0]["functions"]["trained"]
@@ -183,7 +222,7 @@ def examples(results):
         ax.set(title=f"sigma_x {sigma_x}, sigma_f {sigma_f}", xlabel="examples seen", yscale="log",
                ylim=(1e-4, 1e3 * sigma_x * sigma_f))
     axes[0, 0].set_ylabel("squared error")
-    axes[0, 0].legend(fontsize=6)
+    legend(figure, axes[0, 0])
     return figure
 
 
@@ -191,21 +230,21 @@ def examples(results):
 
 def collapse(results):
     """One line a head, coloured by layer: seeds are averaged."""
-    figure, axes = panels(3, len(results), height=2.2)
+    figure, axes = panels_of(results, 3, height=2.2)
     rows = ((0, "by_magnitude", "magnitude", "effective", "tokens in effect"),
             (1, "by_magnitude", "magnitude", "on_outlier", "weight on the outlier"),
             (2, "by_factor", "factor", "effective", "tokens in effect"))
-    for column, (scorer, runs) in enumerate(results.items()):
+    for column, (scorer, runs) in zip(axes, results.items()):
         for row, test, key, measure, label in rows:
             x = [point[key] for point in runs[0]["collapse"][test]]
             y = np.mean([[point["behind"][measure] for point in run["collapse"][test]] for run in runs], 0)  # (x, layers, H)
             for layer, head in np.ndindex(y.shape[1:]):
-                axes[row, column].plot(x, y[:, layer, head], color=plt.cm.plasma(layer / y.shape[1]), lw=1,
-                                       label=f"layer {layer + 1}" if head == 0 else None)
-            axes[row, column].set(xscale="log", ylabel=label, title=scorer if row == 0 else None,
-                                  xlabel="magnitude of the outlier" if key == "magnitude" else "factor on all scores")
-            axes[row, column].set_ylim(0, 1.05 * max(y.max(), 0.1))
-    axes[0, 0].legend(fontsize=6)
+                column[row].plot(x, y[:, layer, head], color=plt.cm.plasma(layer / y.shape[1]), lw=1,
+                                 label=f"layer {layer + 1}" if head == 0 else None)
+            column[row].set(xscale="log", ylabel=label, title=scorer if row == 0 else None,
+                            xlabel="magnitude of the outlier" if key == "magnitude" else "factor on all scores")
+            column[row].set_ylim(0, 1.05 * max(y.max(), 0.1))
+    legend(figure, axes[0][0])
     return figure
 
 

@@ -267,8 +267,8 @@ def write_config(folder, flags, model, decisions, **more):
 
 
 def resume_command(flags):
-    """The command that continues this run."""
-    return shlex.join(["python", sys.argv[0], f"{flag('out')}={flags.out}", "--resume"])
+    """The command that continues this run, with the Python that runs it."""
+    return shlex.join([sys.executable, sys.argv[0], f"{flag('out')}={flags.out}", "--resume"])
 
 
 # --------------------------------------------------------------------------------------------------------------- optimiser

@@ -32,7 +32,7 @@ from tqdm import tqdm
 from files import one_line, sha256, write_json
 from flags import UserError, fail, require, tyro_cli
 from sources import HELD_OUT, Source, find_source, is_held_out
-from tokens import DTYPE, FORMAT, Tokenizer, get_tokenizer, load_manifest
+from tokens import DTYPE, FORMAT, Tokenizer, get_tokenizer, load_manifest, require_whole
 
 LARGE = 2e9  # tokens: from here on one document in a hundred is validation text, as one in ten would be a waste
 VAL_PART, VAL_TOKENS = 20, 2_000_000  # a twentieth of all tokens is validation text, but so many are enough; and they
@@ -63,6 +63,7 @@ class Flags:
         require(self, "tokens", self.tokens / self.shard_tokens <= 50_000,
                 "makes more than 50,000 files; raise --shard-tokens")
         require(self, "workers", 0 <= self.workers <= 1024, "must be between 0 and 1024")
+        require(self, "cache_dir", self.cache_dir, "name a folder")
 
 
 # ---- The plan -------------------------------------------------------------------------------------------------------
@@ -272,6 +273,8 @@ def prepare_shards(flags: Flags) -> Path:
                     planned = f"--tokens={manifest['tokens']} --shard-tokens={manifest['shard_tokens']}"
                     raise UserError(f"--tokens={tokens} --shard-tokens={shard_tokens}: {folder} was planned with "
                                     f"{planned}; give these, or another --cache-dir")
+                for shard in (shard for entry in manifest["splits"].values() for shard in entry["shards"] if shard["sha256"]):
+                    require_whole(folder / shard["file"], shard)  # before days of training on the rest
             else:
                 manifest = make_plan(source, tokenizer, tokens, shard_tokens)
                 write_json(folder / "manifest.json", manifest)

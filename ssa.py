@@ -128,9 +128,9 @@ class SSA(Scorer):
         super().__init__(n_head)
         if freeze not in ("none", "b", "n", "both"):
             raise ValueError(f"freeze={freeze!r}: must be none, b, n or both")
-        if not 0 < b < math.inf:
-            raise ValueError(f"b={b}: must be greater than 0")
-        if not 1 <= n < math.inf or (n == 1 and freeze in ("none", "b")):
+        if not 1e-30 <= b <= 1e30:
+            raise ValueError(f"b={b}: must be greater than 0, from 1e-30 to 1e30")
+        if not 1 <= n <= 1e30 or (n == 1 and freeze in ("none", "b")):
             raise ValueError(f"n={n}: must be greater than 1 (or exactly 1 with n frozen)")
         self.raw_b = _raw_parameter(b, n_head, trained=freeze in ("none", "n"))
         self.raw_n = _raw_parameter(n - 1, n_head, trained=freeze in ("none", "b"))

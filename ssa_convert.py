@@ -104,6 +104,8 @@ def _run(model, batches):
 
 def _observe(model, batches, rows, seed):
     """(loss with softmax, name -> (z, allowed)): both (H, R, K), rows of the scores that the softmax model has."""
+    if rows < 1:
+        raise ValueError(f"rows={rows}: must be at least 1")
     generator = torch.Generator().manual_seed(seed)
     batches = list(batches)
     if not batches:
@@ -156,11 +158,11 @@ def ssa_fit(model: nn.Module, batches: Iterable[Mapping[str, Tensor]], n_max: fl
     """Fit b and n of each head, in place, to the scores that the model has with softmax on the calibration `batches`.
 
     A head's b > 0 and 1 < n < n_max minimise the mean divergence KL(softmax(z) || SSA(z)) over at most `rows` random queries.
-    The other parameters stay. Returns what `ssa_distance` returns, after the fit, on the same batches. Raises ValueError for
-    n_max <= 1 and as `ssa_distance` does.
+    Frozen ones are fitted, too: freezing is about training. The other parameters stay. Returns what `ssa_distance` returns,
+    after the fit, on the same batches. Raises ValueError unless 1 < n_max < infinity, and as `ssa_distance` does.
     """
-    if not n_max > 1:
-        raise ValueError(f"n_max={n_max}: must be greater than 1")
+    if not 1 < n_max < math.inf:
+        raise ValueError(f"n_max={n_max}: must be greater than 1, and finite")
     batches = list(batches)
     loss_softmax, observed = _observe(model, batches, rows, seed)
     for name, scorer in ssa_scorers(model).items():

@@ -9,11 +9,12 @@
     model = ssa_dropin.ssa_convert(AutoModelForCausalLM.from_pretrained(softmax_model))    # ssa_convert.py
 
 transformers hands every attention module's q, k, v and mask to the function registered under the name of
-`attn_implementation`. A function has no parameters, so `ssa_register` also follows two methods of PreTrainedModel: at the end
+`attn_implementation`. A function has no parameters, so `ssa_register` also follows three methods of PreTrainedModel: at the end
 of a model's construction each attention module gets an ssa.SSA called `ssa_norm`, and where transformers initialises what a
 checkpoint lacks, b and n get their start. They start from config.ssa, a dict with the options of ssa.SSA, for example
 {"b": 2.72, "n": 1.49}; without it from b = 0.8, n = 1.5. config.json records that the model is SSA: `from_pretrained` then
-needs no argument, and without `ssa_register` it fails and names "ssa", instead of loading a softmax model.
+needs no argument, and without `ssa_register` it fails and names "ssa", instead of loading a softmax model. (With another
+attn_implementation as an argument, and without `ssa_register`, transformers takes the weights, and reports b and n as unexpected.)
 
 Supported: decoders and encoders that take their attention from the interface (Llama, GPT-2, Qwen, Gemma, Mistral, BERT,
 RoBERTa and their like), grouped key/value heads, padding, caches, sliding windows, packed sequences by position_ids, 4-D
@@ -101,6 +102,7 @@ def ssa_register() -> None:
     # boolean, and None where is_causal says it all.
     AttentionMaskInterface.register(NAME, sdpa_mask)
     build, initialise = PreTrainedModel.post_init, PreTrainedModel._initialize_weights
+    switch = PreTrainedModel.set_attn_implementation
 
     @functools.wraps(build)
     def post_init(self):
@@ -114,19 +116,24 @@ def ssa_register() -> None:
         else:
             initialise(self, module, *args, **kwargs)
 
+    @functools.wraps(switch)
+    def set_attn_implementation(self, attn_implementation, *args, **kwargs):
+        require_no_softmax(self.config, attn_implementation)
+        switch(self, attn_implementation, *args, **kwargs)
+        if attn_implementation != NAME and hasattr(self.config, "attn_implementation"):
+            del self.config.attn_implementation  # what add_scorers has noted down for config.json
+
     post_init.ssa = True
     PreTrainedModel.post_init, PreTrainedModel._initialize_weights = post_init, _initialize_weights
+    PreTrainedModel.set_attn_implementation = set_attn_implementation
 
 
 def add_scorers(model):
     """Give each attention module of `model` that is to use SSA its scorer, where it has none yet. Raises ValueError where the
     config says SSA, and softmax would be computed."""
     modules = attention_modules(model)
-    asked = getattr(model.config, "_attn_implementation", None)
-    if asked != NAME and _options(model.config):
-        raise ValueError(f'config.ssa asks for SSA, attn_implementation={asked!r} for softmax; pass attn_implementation="ssa", or '
-                         "for softmax set config.ssa = None")
-    if asked == NAME:
+    require_no_softmax(model.config, getattr(model.config, "_attn_implementation", None))
+    if model.config._attn_implementation == NAME:
         if not modules:
             raise ValueError(f"{type(model).__name__} does not take its attention from transformers' AttentionInterface, so "
                              'attn_implementation="ssa" would change nothing')
@@ -136,6 +143,14 @@ def add_scorers(model):
         if module.config._attn_implementation == NAME and not hasattr(module, SCORER):
             scorer = make_scorer(NAME, _n_head(module), **_options(module.config))
             setattr(module, SCORER, scorer.to(next(module.parameters()).device))
+
+
+def require_no_softmax(config, asked):
+    """Raise ValueError where a config says SSA and another attention implementation is asked for."""
+    if asked != NAME and getattr(config, NAME, None) is not None:
+        _options(config)
+        raise ValueError(f'config.ssa asks for SSA, attn_implementation={asked!r} for softmax; pass attn_implementation="ssa", or '
+                         "for softmax set config.ssa = None")
 
 
 def attention_modules(model):
@@ -160,7 +175,7 @@ def _n_head(module):
 
 def _options(config):
     """config.ssa, {} without one. Raises ValueError for what is not the options of ssa.SSA."""
-    options = getattr(config, NAME, None) or {}
+    options = {} if getattr(config, NAME, None) is None else getattr(config, NAME)
     if not isinstance(options, dict) or set(options) - {"b", "n", "freeze"}:
         raise ValueError(f'config.ssa={options!r}: must be a dict of b, n and freeze, such as {{"b": 0.8, "n": 1.5}}')
     for name in set(options) & {"b", "n"}:

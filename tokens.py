@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from files import one_line, read_json
+from files import file_sha256, one_line, read_json
 from flags import UserError
 
 FORMAT = 1  # raise it when these files or the cleaning of a text change: older folders are then no longer used
@@ -84,6 +84,14 @@ def bits_per_byte(nats: float, n_bytes: int) -> float:
 
 
 # ---- Folders of token files ----------------------------------------------------------------------------------------
+
+
+def require_whole(path: Path, shard: dict):
+    """Raise UserError unless a token file has the size and checksum of its entry in the manifest."""
+    if not path.is_file():
+        raise UserError(f"{path}: missing; {REBUILD}")
+    if path.stat().st_size != shard["tokens"] * DTYPE.itemsize or file_sha256(path) != shard["sha256"]:
+        raise UserError(f"{path}: damaged, its size or checksum is not the manifest's; {REBUILD}")
 
 
 def load_manifest(folder: Path, splits: tuple[str, ...]) -> dict:

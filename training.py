@@ -27,7 +27,7 @@ from tqdm import tqdm
 import run
 from checkpoint import load_checkpoint, load_tensors, load_weights, restore, save_checkpoint, save_model
 from files import one_line, read_json
-from flags import UserError, fail
+from flags import SharedFlags, UserError, fail
 from metrics import Metrics
 
 
@@ -81,8 +81,15 @@ class Training:
         if self.flags.init_from and fresh:
             path = Path(self.flags.init_from) / "model.safetensors"
             scorer = read_json(path.with_name("config.json"), "name a run folder of this program")["model"]["scorer"]
-            # The scalars of another scorer are of no use here: then ours start from the flags.
-            load_weights(model, load_tensors(path), path, skip=(".scorer.",) if scorer != self.flags.scorer else ())
+            # The scalars of another scorer are of no use here: then ours start from the flags. Those of the same scorer go on,
+            # unless flags say where to start.
+            given = {"b": self.flags.ssa_b != SharedFlags.ssa_b, "n": self.flags.ssa_n != SharedFlags.ssa_n,
+                     "tau": self.flags.tau != SharedFlags.tau}
+            anew = [f".raw_{name}" for name in given if given[name]] if scorer == self.flags.scorer else [".scorer."]
+            load_weights(model, load_tensors(path), path, skip=anew)
+            if scorer == self.flags.scorer and any(not given[name] for name in run.scorer_values(model)):
+                print(f"note: {', '.join(name for name in run.scorer_values(model) if not given[name])} of {scorer} as in "
+                      f"{self.flags.init_from}")
         return model
 
     def _restore(self, state):
@@ -138,8 +145,9 @@ class Training:
         self.stop = bool(stop)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self.bar.close()
-            fail(f"step {self.step + 1}: the loss is {loss}, the gradient's norm {grad_norm}; stopped, the last checkpoint is "
-                 f"kept in {self.folder}; try a smaller --lr than {self.flags.lr}", code=1)
+            kept = "the last checkpoint is kept" if any(self.folder.glob("resume-*.pt")) else "before the first checkpoint"
+            fail(f"step {self.step + 1}: the loss is {loss}, the gradient's norm {grad_norm}; stopped, {kept} in {self.folder}; "
+                 f"try a smaller --lr than {self.flags.lr}", code=1)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1

@@ -84,7 +84,7 @@ def test_a_signal_to_one_stops_all_at_one_step_and_any_number_resumes(folder):
         os.kill(run.children[-1], number)
         codes, out, _ = run.wait(check=False)
         assert codes == ([143, 143] if count == 2 else [130])  # whoever got no signal itself says SIGTERM
-        stopped = int(re.search(r": saved after step (\d+); continue with\n  python .*train_gpt.py --out=r --resume", out[0])[1])
+        stopped = int(re.search(r": saved after step (\d+); continue with\n  .*python\S* .*train_gpt.py --out=r --resume", out[0])[1])
         assert stopped < 50 and losses(folder / "r", "step")[-1] == stopped
         _, out, _ = Run("--out=r", "--resume", cwd=folder, count=then).wait()
         assert f"resumed after step {stopped}" in out[0]

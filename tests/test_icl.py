@@ -157,3 +157,37 @@ def test_wrong_input_gets_one_line_and_leaves_nothing(folder, flags, part):
     before = snapshot(folder)
     refused(train(folder, *flags.split(), check=False), part)
     assert snapshot(folder) == before
+
+
+def committed(name):
+    """A comparison of results/icl as icl_figures takes it."""
+    folder = ROOT / "results" / "icl" / name
+    scorers = read(folder / "comparison.json")["rows"][0]["scorers"]
+    return {scorer: [read(path) for path in sorted(folder.glob(f"{scorer}-s*.json"))] for scorer in scorers}
+
+
+def test_figures_name_what_they_show_and_can_be_read():
+    import icl_figures
+    from matplotlib.colors import to_rgb
+    figure = icl_figures.interventions(committed("small-every-final"))
+    legends = [[text.get_text() for text in ax.get_legend().get_texts()] for ax in figure.axes if ax.get_legend()]
+    assert [names[-1] for names in legends] == ["scorer swapped for softmax", "scorer swapped for ssa"]
+    linear = committed("small-linear-running")
+    figure = icl_figures.functions(linear)
+    for ax in (ax for ax in figure.axes if ax.texts):
+        image = ax.images[0]
+        for text in ax.texts:
+            j, i = text.get_position()
+            cell = image.cmap(image.norm(image.get_array()[i, j]))[:3]
+            assert abs(np.dot(np.subtract(cell, to_rgb(text.get_color())), (0.299, 0.587, 0.114))) > 0.35, text.get_text()
+            assert len(text.get_text()) <= 5
+    assert not [ax for ax in icl_figures.examples(linear).axes if any("Fill" in type(c).__name__ for c in ax.collections)]
+
+
+def test_more_than_four_scorers_stand_in_rows():
+    import icl_figures
+    figure, axes = icl_figures.panels_of(dict.fromkeys("abcdef"), 2)  # two rows of scorers, two panels each
+    assert [len(column) for column in axes] == [2] * 6 and figure.get_size_inches()[0] < 14
+    places = [[ax.get_subplotspec().rowspan.start for ax in column] for column in axes]
+    assert places == [[0, 1]] * 4 + [[2, 3]] * 2
+    assert sum(ax.get_visible() for ax in figure.axes) == 12 and len(figure.axes) == 16

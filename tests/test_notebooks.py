@@ -5,6 +5,7 @@ import ast
 import json
 import re
 from functools import cache
+from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
@@ -100,6 +101,24 @@ def test_exercises_have_folded_solutions(path):
     exercises = re.findall(r"^(\d+)\. ", text.split("## Exercises")[1].split("<details>")[0], re.M)
     solutions = re.findall(r"<details><summary>Solution (\d+)</summary>\n\n.*?</details>", text, re.S)
     assert exercises == solutions == [str(i + 1) for i in range(len(exercises))] and len(exercises) >= 3
+
+
+def test_the_results_notebook_misses_what_the_readme_lacks(monkeypatch):
+    """Its own check would be worth nothing if a renamed row, a changed number or another sentence passed."""
+    code, = [code for code in python(ROOT / "notebooks" / "07_results.ipynb") if "def tabulate" in code]
+    monkeypatch.chdir(ROOT / "notebooks")
+    names = dict(json=json, Path=Path, display=str, Markdown=str)
+    exec(code, names)
+    names["README"] = "| | a | b | c |\n|---|---|---|---|\n| row | 1.0 | 2.0 | more |\n\nIt took 1.82\ntimes as long.\n"
+    names["tabulate"](["", "a", "b"], [["row", "1.0", "2.0"]])
+    names["tabulate"](["", "x"], [["another", "3"]], readme=False)
+    names["says"]("took 1.82 times")
+    ab = ["", "a", "b"]
+    for header, row in ((ab, ["line", "1.0", "2.0"]), (ab, ["row", "1.0", "2"]), (["", "b", "a"], ["row", "1.0", "2.0"])):
+        with pytest.raises(AssertionError, match="the README has"):
+            names["tabulate"](header, [row])
+    with pytest.raises(AssertionError, match="not in the README"):
+        names["says"]("took 1.8 times")
 
 
 def links(text):
