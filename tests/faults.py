@@ -9,6 +9,7 @@ with 1 if any case went wrong.
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from flags import UserError, fail, require, tyro_cli  # noqa: E402
 
+EXAMPLE = r"Failing test case: .*?\n\S*\s*\)\n"  # as hypothesis prints it
 PARTS = ("kill", "damage", "hostile", "processes", "numerics", "triton")
 
 
@@ -146,7 +148,8 @@ def numerics(examples, **env):
         cases = []
         for test in xml.etree.ElementTree.parse(report).iter("testcase"):
             problems = [problem for problem in test if problem.tag in ("failure", "error", "skipped")]
-            verdict = " ".join(f"{p.tag}: {p.get('message', '')}"[:1500] for p in problems) or "passed"
+            verdict = " ".join(f"{p.tag}: {p.get('message', '')[:500]} {''.join(re.findall(EXAMPLE, p.text or '', re.S))}"
+                               for p in problems) or "passed"
             cases.append({"test": test.get("name"), "seconds": float(test.get("time")), "verdict": verdict})
         skipped = [case for case in cases if case["verdict"].startswith("skipped")]
         return {"examples of each": examples, "tests": [case for case in cases if case not in skipped],

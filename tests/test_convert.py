@@ -159,6 +159,10 @@ def test_wrong_conversions_are_refused():
     ssa_convert(model)
     with pytest.raises(ValueError, match="n_max=1"):
         ssa_dropin.ssa_fit(model, batches(), n_max=1)
+    with pytest.raises(ValueError, match="n_max=inf"):
+        ssa_dropin.ssa_fit(model, batches(), n_max=float("inf"))
+    with pytest.raises(ValueError, match="rows=0"):
+        ssa_dropin.ssa_fit(model, batches(), rows=0)
     with pytest.raises(ValueError, match="no batches"):
         ssa_dropin.ssa_distance(model, [])
     with pytest.raises(ValueError, match="longer sequences"):

@@ -186,7 +186,7 @@ def test_what_is_not_supported_is_refused():
 
 @pytest.mark.parametrize("options, words", [(3, "must be a dict"), ({"beta": 1}, "must be a dict of b, n and freeze"),
                                             ({"b": "0.8"}, "b='0.8': must be a number"), ({"n": 0.5}, "n=0.5"),
-                                            ({"freeze": "all"}, "freeze='all'")])
+                                            ({"freeze": "all"}, "freeze='all'"), ({"b": 1e40}, "b=1e\\+40"), (0, "must be a dict")])
 def test_wrong_options_are_named(options, words):
     with pytest.raises(ValueError, match=words):
         transformers.LlamaForCausalLM._from_config(transformers.LlamaConfig(**GROUPED, ssa=options), attn_implementation="ssa")
@@ -203,6 +203,16 @@ def test_a_config_that_says_ssa_never_becomes_softmax(tmp_path):
     softmax = transformers.AutoConfig.from_pretrained(tmp_path)
     softmax.ssa = None
     transformers.LlamaForCausalLM.from_pretrained(tmp_path, config=softmax, attn_implementation="sdpa")
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="config.ssa asks for SSA"):
+        model.set_attn_implementation("sdpa")
+    model.config.ssa = None  # so be it: and so it is saved
+    model.set_attn_implementation("sdpa")
+    softmax_out = output(model, IDS)
+    model.save_pretrained(tmp_path / "softmax")
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "softmax").eval()
+    assert again.config._attn_implementation == "sdpa"
+    close(output(again, IDS), softmax_out)
 
 
 @pytest.mark.parametrize("family", ["GPT2", "Bert"])

@@ -107,6 +107,18 @@ def test_a_comparison_trains_tests_and_prints_one_table(tmp_path):
     assert "ssa-s0: this run was complete" in train(tmp_path, "--compare=ssa", "--ssa-b=1", "--resume").stdout
 
 
+def test_a_comparison_keeps_its_logs_and_the_files_of_others(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "table.txt").write_text("precious", encoding="utf-8")
+    refused(train(tmp_path, "--compare=ssa", "--out=mine", check=False), "--out=mine: is not empty and holds no run")
+    assert snapshot(tmp_path / "mine") == {"table.txt": b"precious"}
+    train(tmp_path, "--compare=softmax", "--out=c")
+    log = (tmp_path / "c" / "softmax-s0.log").read_text(encoding="utf-8")
+    done = train(tmp_path, "--compare=softmax", "--out=c", "--points=5", "--resume", check=False)  # what a mistake leaves
+    assert done.returncode == 2 and "softmax-s0: error: --points=5: the run in" in done.stderr
+    assert (tmp_path / "c" / "softmax-s0.log").read_text(encoding="utf-8").startswith(log)
+
+
 def test_differences_are_paired_by_seed():
     def result(error):
         return dict(task="mixed", lengths=[], in_distribution=dict(error=error, baselines=dict(constant_true=0.5)))

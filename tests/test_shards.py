@@ -176,6 +176,14 @@ def test_another_plan_another_process_and_a_single_text_are_refused(docs):
     refused(command("data.py", "nowhere", cwd=docs, check=False), "NAME=nowhere")
 
 
+@pytest.mark.parametrize("harm", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-2]),
+                                  lambda path: path.write_bytes(b"x" + path.read_bytes()[1:])], ids=["gone", "short", "changed"])
+def test_a_finished_file_that_is_no_longer_whole_is_named_before_anybody_trains(docs, harm):
+    prepare(docs)
+    harm(planned(docs) / "train-00003.bin")
+    refused(prepare(docs, check=False), "train-00003.bin: ")
+
+
 def test_the_writer_never_imports_torch(docs):
     (docs / "torch.py").write_text("raise SystemExit('torch was imported')", encoding="utf-8")
     prepare(docs, "--workers=1", fresh=True, PYTHONPATH=str(docs))

@@ -232,6 +232,18 @@ def test_weights_of_another_run_are_a_start(folder):
     assert all(torch.allclose(first[name], second[name], atol=1e-6) for name in first), done.stdout
 
 
+def test_b_and_n_of_another_run_go_on_unless_flags_say_where_to_start(folder):
+    train(folder, "--scorer=ssa", "--steps=30", "--lr=0.03", "--out=a")
+    still = ("--init-from=a", "--steps=1", "--lr=1e-9", "--min-lr=0")
+    done = train(folder, *still, "--ssa-b=5", "--out=b")
+    old, new = (load_run(folder / name)[0].scorers()[0] for name in "ab")
+    assert "note: n of ssa as in a" in done.stdout and (old.n - 1.5).abs().max() > 0.01
+    torch.testing.assert_close(new.n, old.n)
+    torch.testing.assert_close(new.b, torch.full_like(old.b, 5.0))
+    train(folder, *still, "--ssa-n=1", "--ssa-freeze=n", "--out=c")
+    assert (load_run(folder / "c")[0].scorers()[0].n == 1).all()
+
+
 # ------------------------------------------------------------------------------------------------------------------ parts
 
 def test_the_learning_rate_rises_to_lr_and_falls_to_min_lr():
