@@ -240,7 +240,7 @@ def test_no_silent_fallback():
 
 
 def run_python(code, **environment):
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100,
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300,
                           env={**os.environ, **environment})
 
 
