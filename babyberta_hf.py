@@ -20,7 +20,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from checkpoint import load_run, load_weights, save_model
+from checkpoint import load_run, load_weights, run_id, save_model
 from config import MODEL_PRESETS, ModelConfig
 from files import one_line, write_atomically, write_json
 from flags import UserError, fail
@@ -172,19 +172,20 @@ def import_run(folder, run):
     folder, run = Path(folder), Path(run)
     if run.exists():
         raise UserError(f"{run}: exists; choose another folder")
-    about, _ = read(folder)
+    theirs, _ = read(folder)
     text = read_tokenizer(folder / "tokenizer.json").to_str()
     try:
-        config = ModelConfig(**MODEL_PRESETS["babyberta"] | shape_of(about), scorer="softmax")
+        config = ModelConfig(**MODEL_PRESETS["babyberta"] | shape_of(theirs), scorer="softmax")
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{folder / 'config.json'}: lacks or misstates {error}; name another folder") from None
     model = Transformer(config)
     load(model, folder)
     run.mkdir(parents=True)
     write_atomically(run / "tokenizer.json", text.encode("utf-8"))
-    save_model(run / "model.safetensors", model, 0)
-    write_json(run / "config.json", dict(flags=dict(preset=f"imported from {folder.name}", data="", steps=0, seed=0),
-                                         model=config.to_dict(), torch=torch.__version__))
+    about = dict(flags=dict(preset=f"imported from {folder.name}", data="", steps=0, seed=0), model=config.to_dict(),
+                 torch=torch.__version__)
+    save_model(run / "model.safetensors", model, 0, run_id(about))
+    write_json(run / "config.json", about)
 
 
 def main(words):

@@ -5,7 +5,8 @@
     resume-00000200.pt    weights, optimiser and random state after step 200     (checksum beside it, in .sha256)
 
 A checkpoint counts only when its .sha256 file is there and fits, and that file is written last: so a process may be killed
-at any moment. The last two are kept. Nothing is unpickled except by torch.load(weights_only=True), after its checksum.
+at any moment. The last two are kept. Weights and checkpoints name their run (`run_id`). Nothing is unpickled except by
+torch.load(weights_only=True), after its checksum.
 """
 
 import hashlib
@@ -20,10 +21,19 @@ import torch
 
 from config import ModelConfig
 from files import one_line, read_json, sha256, write_atomically
-from flags import UserError
+from flags import NOT_TRAINING, UserError
 from model import Transformer
 
 KEEP = 2
+
+
+def run_id(config):
+    """Of a config.json: sha256 over all that decides what is trained. The weights carry it, so that those of another run are not
+    taken for this one's. A run that is repeated, or moved, keeps it."""
+    flags = config.get("flags")
+    if isinstance(flags, dict):
+        flags = {name: value for name, value in flags.items() if name not in (*NOT_TRAINING, "data", "cache_dir")}
+    return sha256(json.dumps([flags, config.get("model"), config.get("data")], sort_keys=True).encode("utf-8"))
 
 
 # ------------------------------------------------------------------------------------------------------ model.safetensors
@@ -38,17 +48,18 @@ def tensors_digest(tensors, about):
     return digest.hexdigest()
 
 
-def save_model(path, model, step):
-    """Write the weights of a Transformer (the raw one, not its compiled wrapper) as safetensors."""
+def save_model(path, model, step, run):
+    """Write the weights of a Transformer (the raw one, not its compiled wrapper) as safetensors. run: the `run_id`."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    about = {"step": step}
+    about = {"step": step, "run": run}
     about["sha256"] = tensors_digest(tensors, about)
     # One entry only: safetensors writes several in random order, and equal weights should make equal files.
     write_atomically(path, safetensors.torch.save(tensors, metadata={"about": json.dumps(about)}))
 
 
-def load_tensors(path):
-    """The verified dict of tensors in a file that `save_model` wrote. Raises UserError for a missing or damaged one."""
+def load_tensors(path, run):
+    """The verified dict of tensors in a file that `save_model` wrote. run: the `run_id` of the config.json beside it. Raises
+    UserError for a file that is missing, damaged or another run's."""
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {}).get("about", "{}"))
@@ -59,6 +70,9 @@ def load_tensors(path):
         raise UserError(f"{path}: is damaged ({error}); restore it, or train again") from None
     if about.pop("sha256", None) != tensors_digest(tensors, about):
         raise UserError(f"{path}: its checksum does not fit, so it is damaged; restore it, or train again")
+    if about.get("run", run) != run:  # (files of earlier versions say nothing)
+        raise UserError(f"{path}: holds the weights of another run than {path.with_name('config.json')} describes; restore it, "
+                        "or train again")
     return tensors
 
 
@@ -90,12 +104,12 @@ def load_run(folder, device="cpu"):
     path = folder / "model.safetensors"
     config = read_json(folder / "config.json", "name a run folder that a trainer of this project wrote")
     try:
-        shape = ModelConfig.from_dict(config["model"])
+        shape, run = ModelConfig.from_dict(config["model"]), run_id(config)
         with torch.device("meta"):  # names and shapes alone: whatever size the config claims, it must be the file's
             outline = Transformer(shape)
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise UserError(f"{folder / 'config.json'}: {one_line(error)}; it was written by another version") from None
-    tensors = load_tensors(path)
+    tensors = load_tensors(path, run)
     require_fit(outline, tensors, path)
     model = Transformer(shape)
     load_weights(model, tensors, path)
@@ -116,23 +130,25 @@ def _checksum_line(path, content):
     return f"{sha256(content)}  {path.name}\n".encode("utf-8")  # as `sha256sum` writes it, so `sha256sum -c` can check it too
 
 
-def save_checkpoint(folder, step, model, state):
-    """Write checkpoint `step` (state: what `load_checkpoint` shall return) and the model; drop all but the last two."""
+def save_checkpoint(folder, step, model, state, run):
+    """Write checkpoint `step` (state: what `load_checkpoint` shall return) and the model; drop all but the last two. run: the
+    `run_id`."""
     buffer = io.BytesIO()
-    torch.save(state, buffer)
+    torch.save({**state, "step": step, "run": run}, buffer)
     path = _checkpoint_path(folder, step)
     write_atomically(path, buffer.getvalue())
     write_atomically(_checksum_path(path), _checksum_line(path, buffer.getvalue()))
-    save_model(Path(folder) / "model.safetensors", model, step)
+    save_model(Path(folder) / "model.safetensors", model, step, run)
     for old in sorted(Path(folder).glob("resume-*.pt"))[:-KEEP]:
         _checksum_path(old).unlink(missing_ok=True)  # first: without it the checkpoint no longer counts
         old.unlink(missing_ok=True)
 
 
-def load_checkpoint(folder):
-    """(step, state, complaints) of the newest whole checkpoint; (0, None, complaints) where there is none yet.
+def load_checkpoint(folder, run):
+    """(step, state, complaints) of the newest whole checkpoint of the run with this `run_id`; (0, None, complaints) where there
+    is none yet.
 
-    complaints: a line for every newer checkpoint that is damaged. Raises UserError when all are damaged or gone.
+    complaints: a line for every newer checkpoint that is damaged or another run's. Raises UserError when all are, or are gone.
     """
     complaints = []
     for path in sorted(Path(folder).glob("resume-*.pt"), reverse=True):
@@ -155,9 +171,13 @@ def load_checkpoint(folder):
             state["random"]["cpu"], state["scorer_start"], state["seconds"] + 0.0  # what the caller reads besides `restore`
             size, digest, evaluation = state["metrics"]
             size + 0, digest + "", evaluation.items()
-            return int(state["step"]), state, complaints
+            step, other = int(state["step"]), state["run"] != run
         except Exception as error:  # whatever a foreign file makes torch.load raise: it is refused, with its reason
             complaints.append(f"{path}: is not a checkpoint of this program ({type(error).__name__})")
+            continue
+        if not other:
+            return step, state, complaints
+        complaints.append(f"{path}: is a checkpoint of another run")
     if not complaints and (Path(folder) / "model.safetensors").exists():
         complaints.append(f"{folder}: holds model.safetensors, so it had checkpoints, which are gone")
     if complaints:

@@ -261,9 +261,10 @@ _locks = []
 
 
 def write_config(folder, flags, model, decisions, **more):
-    """config.json: everything that made this run, enough to load its model and to repeat it."""
-    write_json(folder / "config.json", dict(flags=asdict(flags), model=model.config.to_dict(), decisions=decisions,
-                                            torch=torch.__version__, **more))
+    """config.json: everything that made this run, enough to load its model and to repeat it. Returns it."""
+    config = dict(flags=asdict(flags), model=model.config.to_dict(), decisions=decisions, torch=torch.__version__, **more)
+    write_json(folder / "config.json", config)
+    return config
 
 
 def resume_command(flags):

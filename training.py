@@ -25,8 +25,8 @@ import torch
 from tqdm import tqdm
 
 import run
-from checkpoint import load_checkpoint, load_tensors, load_weights, restore, save_checkpoint, save_model
-from files import one_line, read_json
+from checkpoint import load_checkpoint, load_run, load_weights, restore, run_id, save_checkpoint, save_model
+from files import one_line
 from flags import SharedFlags, UserError, fail
 from metrics import Metrics
 
@@ -45,7 +45,7 @@ class Training:
         if saved and saved.get("data") != digest:
             raise UserError(f"{data}: the text or its tokens have changed since this run began; restore them, or start anew "
                             "with another --out")
-        self.step, state, complaints = load_checkpoint(flags.out) if saved else (0, None, [])
+        self.step, state, complaints = load_checkpoint(flags.out, run_id(saved)) if saved else (0, None, [])
         for complaint in complaints:
             print(f"warning: {complaint}; the checkpoint before it is used", file=sys.stderr)
         processes.require_same(digest, f"{data}: has another text here than on process 0; copy --cache-dir")
@@ -59,7 +59,8 @@ class Training:
             print(f"note: {flags.scorer} gives no gradient to queries and keys, which stay as initialised")
         self.folder = run.open_run(flags, saved) if processes.first else Path(flags.out)
         if not saved and processes.first:
-            run.write_config(self.folder, flags, self.model, self.decisions, data=digest)
+            saved = run.write_config(self.folder, flags, self.model, self.decisions, data=digest)
+        self.id = saved and run_id(saved)  # process 0 has it, which writes the weights
         self._restore(state)
         processes.get_in_step()
         self.metrics = Metrics(self.folder, self.step, processes.number, state and state.get("metrics"))
@@ -79,14 +80,14 @@ class Training:
             raise UserError(f"--n-embd={self.flags.n_embd} --n-layer={self.flags.n_layer}: the model does not fit into memory "
                             f"({one_line(error)}); make it smaller") from None
         if self.flags.init_from and fresh:
-            path = Path(self.flags.init_from) / "model.safetensors"
-            scorer = read_json(path.with_name("config.json"), "name a run folder of this program")["model"]["scorer"]
+            trained, config = load_run(self.flags.init_from)
+            scorer = config["model"]["scorer"]
             # The scalars of another scorer are of no use here: then ours start from the flags. Those of the same scorer go on,
             # unless flags say where to start.
             given = {"b": self.flags.ssa_b != SharedFlags.ssa_b, "n": self.flags.ssa_n != SharedFlags.ssa_n,
                      "tau": self.flags.tau != SharedFlags.tau}
             anew = [f".raw_{name}" for name in given if given[name]] if scorer == self.flags.scorer else [".scorer."]
-            load_weights(model, load_tensors(path), path, skip=anew)
+            load_weights(model, trained.state_dict(), Path(self.flags.init_from) / "model.safetensors", skip=anew)
             if scorer == self.flags.scorer and any(not given[name] for name in run.scorer_values(model)):
                 print(f"note: {', '.join(name for name in run.scorer_values(model) if not given[name])} of {scorer} as in "
                       f"{self.flags.init_from}")
@@ -102,7 +103,7 @@ class Training:
             run.set_random_state(state["random"], self.device)
             self.scorer_start, self.seconds_before = state["scorer_start"], state["seconds"]
             if self.processes.first:  # a kill may have come between the last checkpoint and these weights
-                save_model(self.folder / "model.safetensors", self.model, self.step)
+                save_model(self.folder / "model.safetensors", self.model, self.step, self.id)
             print(f"resumed after step {self.step}")
 
     @property
@@ -160,9 +161,8 @@ class Training:
             return
         self.metrics.sync()
         save_checkpoint(self.folder, self.step, self.model, dict(
-            step=self.step, model=self.model.state_dict(), optimizer=self.optimizer.state_dict(),
-            random=run.random_state(self.device), scorer_start=self.scorer_start, seconds=self.seconds,
-            metrics=self.metrics.mark()))
+            model=self.model.state_dict(), optimizer=self.optimizer.state_dict(), random=run.random_state(self.device),
+            scorer_start=self.scorer_start, seconds=self.seconds, metrics=self.metrics.mark()), self.id)
 
     def end(self):
         """After the loop: whether this process is the one to finish the complete run. Of a run that was stopped it says how to

@@ -123,16 +123,18 @@ def an_optimiser_of_another_shape(folder):
 # ---------------------------------------------------------------------------------------------- model.safetensors, config.json
 
 def put_tensors(folder, **tensors):
-    tensors = {**checkpoint.load_tensors(folder / "r" / "model.safetensors"), **tensors}
+    path, run = folder / "r" / "model.safetensors", checkpoint.run_id(read_json(folder / "r" / "config.json", ""))
+    tensors = {**checkpoint.load_tensors(path, run), **tensors}
     model = type("Model", (), {"state_dict": lambda self: tensors})()
-    checkpoint.save_model(folder / "r" / "model.safetensors", model, 6)
+    checkpoint.save_model(path, model, 6, run)
     return "train_gpt.py", [*FRESH, "--init-from=r"], "model.safetensors: "
 
 
 def change_config(folder, part, **values):
     config = read_json(folder / "r" / "config.json", "")
-    config.pop("sha256", None)
-    write_json(folder / "r" / "config.json", {**config, part: {**config[part], **values}})
+    config = {**config, part: {**config[part], **values} if values else "nothing of use"}
+    write_json(folder / "r" / "config.json", config)
+    put_checkpoint(folder, saved(newest(folder) | {"run": checkpoint.run_id(config)}))
 
 
 @hostile
@@ -158,10 +160,10 @@ def a_header_longer_than_the_file(folder):
     return "train_gpt.py", [*FRESH, "--init-from=r"], "model.safetensors: is damaged"
 
 
-def config_case(part, complaint, **values):
+def config_case(part, complaint, command=RESUME, **values):
     def case(folder):
         change_config(folder, part, **values)
-        return *RESUME, complaint
+        return *command, complaint
     case.__name__ = f"a config with {part} {values}"
     hostile(case)
 
@@ -174,6 +176,8 @@ config_case("flags", "--scorer=evil: cannot be right", scorer="evil")
 config_case("flags", "--out=['r']: cannot be right", out=["r"])
 config_case("decisions", "device 'tpu': cannot be right", device="tpu")
 config_case("decisions", "threads -1: cannot be right", threads=-1)
+config_case("flags", "holds the weights of another run", command=("train_gpt.py", [*FRESH, "--init-from=r"]))
+config_case("model", "config.json: ", command=("train_gpt.py", [*FRESH, "--init-from=r"]))
 
 
 @hostile

@@ -12,7 +12,7 @@ import scipy.stats  # noqa: F401  (imported here for the forks of this process, 
 import torch
 
 import perplexity
-from checkpoint import save_model
+from checkpoint import run_id, save_model
 from config import ModelConfig
 from conftest import TINY, command, refused, snapshot
 from files import read_json, write_json
@@ -186,7 +186,7 @@ def test_tokenizers_compare_on_real_text(place):
     config["flags"]["tokenizer"], config["model"]["vocab_size"] = "gpt2", 50304
     (place / "gpt2").mkdir()
     write_json(place / "gpt2" / "config.json", config)
-    save_model(place / "gpt2" / "model.safetensors", Transformer(ModelConfig.from_dict(config["model"])), 0)
+    save_model(place / "gpt2" / "model.safetensors", Transformer(ModelConfig.from_dict(config["model"])), 0, run_id(config))
     done = command("eval.py", "perplexity", "a,gpt2", f"--data={DATA}/wikitext2/test.txt", "--max-bytes=9000", "--stride=16",
                    "--out=wiki", cwd=place, **env)
     result, units = read_json(place / "wiki" / "perplexity.json", ""), read_lines(place / "wiki" / "units.jsonl")

@@ -14,7 +14,7 @@ import grammar
 import intervals
 import mlm_data
 import mlm_score
-from checkpoint import load_run, save_model
+from checkpoint import load_run, run_id, save_model
 from conftest import command, refused
 from flags import UserError
 from test_babyberta import TINY, nursery, speech, tiny, tokenizer, train  # noqa: F401  (fixtures)
@@ -61,10 +61,10 @@ def test_scores_are_those_of_each_sentence_alone(tokenizer, scorer):  # noqa: F8
 
 
 def test_a_model_that_finds_all_alike_is_never_right(suite):
-    model, _ = load_run(suite / "r")
+    model, config = load_run(suite / "r")
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
-    save_model(suite / "r" / "model.safetensors", model, 6)
+    save_model(suite / "r" / "model.safetensors", model, 6, run_id(config))
     zorro(suite, "r", "--scoring=both", "--out=z")
     results = json.loads((suite / "z" / "zorro.json").read_text(encoding="utf-8"))["results"]
     assert results[0]["ties"] == 12 and results[0]["overall"]["mean"] == 0

@@ -15,7 +15,7 @@ import torch
 
 import run
 from checkpoint import load_run
-from conftest import ROOT, TINY, command, start
+from conftest import ROOT, TINY, command, refused, snapshot, start
 from flags import SharedFlags
 from metrics import read_metrics
 
@@ -230,6 +230,26 @@ def test_weights_of_another_run_are_a_start(folder):
     done = train(folder, "--scorer=ssa", "--init-from=a", "--steps=1", "--lr=1e-9", "--min-lr=0", "--out=b")
     first, second = (load_run(folder / name)[0].state_dict() for name in "ab")
     assert all(torch.allclose(first[name], second[name], atol=1e-6) for name in first), done.stdout
+
+
+def test_files_of_another_run_of_the_same_shape_are_not_taken_for_this_ones(folder):
+    train(folder, "--out=a")
+    train(folder, "--out=b", "--seed=1")
+    before = snapshot(folder / "a")
+    shutil.copy(folder / "b" / "model.safetensors", folder / "a")
+    refused(train(folder, "--init-from=a", "--out=c", check=False), "holds the weights of another run")
+    for path in (folder / "b").glob("resume-00000006.pt*"):
+        shutil.copy(path, folder / "a")
+    done = train(folder, "--out=a", "--resume")
+    assert "resume-00000006.pt: is a checkpoint of another run; the checkpoint before it is used" in done.stderr
+    assert snapshot(folder / "a")["model.safetensors"] == before["model.safetensors"]
+    for path in (folder / "b").glob("resume-*"):
+        shutil.copy(path, folder / "a")
+    refused(train(folder, "--out=a", "--resume", check=False), "no whole checkpoint is left")
+    (folder / "a").rename(folder / "moved")  # a name makes no other run
+    shutil.rmtree(folder / "b")
+    train(folder, "--out=moved", "--overwrite")
+    assert snapshot(folder / "moved")["model.safetensors"] == before["model.safetensors"]
 
 
 def test_b_and_n_of_another_run_go_on_unless_flags_say_where_to_start(folder):
