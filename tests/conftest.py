@@ -10,9 +10,11 @@ import traceback
 from pathlib import Path
 
 import matplotlib.pyplot  # noqa: F401  (imported here for the forks of this process, see `command`)
+import numpy
 import pytest
 import torch
 import torch._dynamo  # noqa: F401
+from numpy.lib import NumpyVersion
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -91,6 +93,12 @@ def refused(done, part):
     assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
     assert len(lines) == 1 and done.stderr.splitlines()[-1] == lines[0] and "Traceback" not in done.stderr, done.stderr
     assert part in lines[0], lines[0]
+
+
+def require_interpreter():
+    """Skip where Triton's interpreter cannot run any kernel: NumPy 2.4 takes no one-element array for a number, which Triton's
+    before 3.7 (PyTorch 2.11 brings it) relies on."""
+    pytest.importorskip("triton", minversion="3.7" if NumpyVersion(numpy.__version__) >= "2.4.0" else None)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import torch
 
 import ssa_cpu
 import ssa_flash
+from conftest import require_interpreter
 from ssa import SSA, attention
 from ssa_flash import attend, pick_path, why_not
 
@@ -293,7 +294,7 @@ print("same")
 
 def test_triton_in_the_interpreter():
     """On a CPU. There bf16 is widened to float32 (the interpreter's product is wrong): native bf16 needs a GPU."""
-    pytest.importorskip("triton")
+    require_interpreter()
     done = run_python(TRITON, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip().endswith("same")

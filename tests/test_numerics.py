@@ -16,6 +16,7 @@ from hypothesis import given, settings, strategies as st
 import ssa_cpu
 import ssa_flash
 from config import ModelConfig
+from conftest import require_interpreter
 from model import Transformer
 from ssa import SCORERS, SSA, Temperature, attention, end_aligned, make_scorer
 from ssa_flash import attend, why_not
@@ -123,7 +124,7 @@ def test_every_scorer_on_every_path_is_finite_normalised_and_right(name, path, t
 
 def test_the_kernels_of_gpus_too():
     """`ssa-triton` of the above in a process of its own: the interpreter must be chosen before Triton is imported."""
-    pytest.importorskip("triton")
+    require_interpreter()
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", __file__, "-k", "ssa-triton"], capture_output=True, text=True,
                           env={**os.environ, "TRITON_INTERPRET": "1", "SSA_EXAMPLES": "5", "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout[-2000:]
