@@ -177,11 +177,11 @@ def load_checkpoint(folder, run):
             continue
         if not other:
             return step, state, complaints
-        complaints.append(f"{path}: is a checkpoint of another run")
+        complaints.append(f"{path}: is a checkpoint of another run than config.json describes")
     if not complaints and (Path(folder) / "model.safetensors").exists():
         complaints.append(f"{folder}: holds model.safetensors, so it had checkpoints, which are gone")
     if complaints:
-        raise UserError("; ".join(complaints) + "; no whole checkpoint is left: start anew with --overwrite")
+        raise UserError("; ".join(complaints) + "; no whole checkpoint is left: restore one, or start anew with --overwrite")
     return 0, None, complaints
 
 

@@ -241,7 +241,7 @@ def test_files_of_another_run_of_the_same_shape_are_not_taken_for_this_ones(fold
     for path in (folder / "b").glob("resume-00000006.pt*"):
         shutil.copy(path, folder / "a")
     done = train(folder, "--out=a", "--resume")
-    assert "resume-00000006.pt: is a checkpoint of another run; the checkpoint before it is used" in done.stderr
+    assert "resume-00000006.pt: is a checkpoint of another run than config.json describes; the checkpoint before it is used" in done.stderr
     assert snapshot(folder / "a")["model.safetensors"] == before["model.safetensors"]
     for path in (folder / "b").glob("resume-*"):
         shutil.copy(path, folder / "a")
