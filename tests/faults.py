@@ -138,12 +138,12 @@ def hostile():
         return {"cases": [check(case, undisturbed.folder) for case in HOSTILE]}
 
 
-def numerics(examples, **env):
+def numerics(examples, workers=2, **env):
     """The property tests through pytest, with so many cases each."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         chosen = ["-k", "triton"] if env else ["-k", "not triton and (numerics or finite or 60_digit)", "tests/test_ssa.py"]
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "2", f"--junitxml={report}", "tests/test_numerics.py", *chosen]
+        command = [sys.executable, "-m", "pytest", "-q", "-n", str(workers), f"--junitxml={report}", "tests/test_numerics.py", *chosen]
         subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL,
                        env={**os.environ, "SSA_EXAMPLES": str(examples), "OMP_NUM_THREADS": "1", **env})
         cases = []
@@ -160,7 +160,8 @@ def numerics(examples, **env):
 def triton(examples):
     """The kernels of GPUs through Triton's interpreter: ten parts with seeds of their own, two at a time."""
     with ThreadPoolExecutor(2) as pool:
-        parts = list(pool.map(lambda seed: numerics(examples // 10, SSA_SEED=str(seed), TRITON_INTERPRET="1"), range(10)))
+        parts = list(pool.map(lambda seed: numerics(examples // 10, 0, SSA_SEED=str(seed), TRITON_INTERPRET="1"),
+                              range(10)))
     return {"examples of each": examples // 10,
             "tests": [{"seed": seed} | case for seed, part in enumerate(parts) for case in part["tests"]],
             "skipped": [case for part in parts for case in part["skipped"]]}
