@@ -12,9 +12,15 @@ is added to our positions, on the way out it is 0. What a scorer trains (SSA's b
 """
 
 import json
+import signal
 import sys
 import tempfile
 from pathlib import Path
+
+from flags import UserError, fail
+
+if __name__ == "__main__":  # before the seconds that importing torch takes
+    signal.signal(signal.SIGINT, lambda *_: fail("interrupted; nothing was written", code=130))
 
 import safetensors
 import safetensors.torch
@@ -23,7 +29,6 @@ import torch
 from checkpoint import load_run, load_weights, run_id, save_model
 from config import MODEL_PRESETS, ModelConfig
 from files import one_line, write_atomically, write_json
-from flags import UserError, fail
 from mlm_data import SPECIAL, read_tokenizer
 from model import Transformer
 
@@ -35,6 +40,7 @@ OUTSIDE = {"embed.weight": EMBEDDINGS + "word_embeddings.weight", "norm.weight":
            "head.norm.bias": "lm_head.layer_norm.bias", "head.bias": "lm_head.bias"}
 INSIDE = {"attn.proj": "attention.output.dense", "norm1": "attention.output.LayerNorm", "ff.up": "intermediate.dense",
           "ff.proj": "output.dense", "norm2": "output.LayerNorm"}
+WHOLE = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "max_position_embeddings", "vocab_size")
 QKV = [f"attention.self.{name}" for name in ("query", "key", "value")]
 
 
@@ -58,7 +64,10 @@ def to_hf(ours, n_layer, pad):
 
 
 def from_hf(theirs, n_layer, pad):
-    """Their state dict under our names. Raises KeyError for a tensor that is missing."""
+    """Their state dict under our names. Raises KeyError for a tensor that is missing, ValueError for a layer too many."""
+    extra = [name for name in theirs if name.startswith(f"{LAYER}{n_layer}.")]
+    if extra:
+        raise ValueError(f"num_hidden_layers {n_layer}, but there is {extra[0]}")
     ours = {own: theirs[name] for own, name in OUTSIDE.items()}
     ours["position.weight"] = (theirs[EMBEDDINGS + "position_embeddings.weight"][pad + 1:]
                                + theirs[EMBEDDINGS + "token_type_embeddings.weight"][0])
@@ -76,10 +85,12 @@ def from_hf(theirs, n_layer, pad):
 def save(model, tokenizer_path, folder):
     """Write config.json, model.safetensors and the tokenizer's files into a new folder (one that has just these is left as it
     is). Raises UserError for what is not their model, and for a folder that holds anything else."""
-    config, folder, tokenizer = model.config, Path(folder), read_tokenizer(tokenizer_path)
+    config, folder = model.config, Path(folder)
     if config.scorer != "softmax" or not config.mlm_head:
-        raise UserError(f"{folder}: RobertaForMaskedLM computes softmax, not {config.scorer}; export a softmax run of "
+        kind = f"{config.scorer} in a " + ("masked language model" if config.mlm_head else "model of another kind")
+        raise UserError(f"{folder}: RobertaForMaskedLM is a masked language model with softmax, not {kind}; export a softmax run of "
                         "train_babyberta.py")
+    tokenizer = read_tokenizer(tokenizer_path)
     pad, start, end = (tokenizer.token_to_id(SPECIAL[name]) for name in ("pad", "start", "end"))
     about = dict(
         architectures=["RobertaForMaskedLM"], model_type="roberta", vocab_size=config.vocab_size, hidden_size=config.n_embd,
@@ -129,27 +140,37 @@ def read(folder):
     folder = Path(folder)
     try:
         about = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if (folder / "model.safetensors").exists():
-            tensors = safetensors.torch.load_file(folder / "model.safetensors")
-        else:
+        if (folder / "pytorch_model.bin").exists() and not (folder / "model.safetensors").exists():
             tensors = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+        else:
+            tensors = safetensors.torch.load_file(folder / "model.safetensors")
     except (OSError, ValueError, RecursionError, RuntimeError, safetensors.SafetensorError) as error:
         raise UserError(f"{folder}: cannot be read ({one_line(error)}); name a folder with config.json and model.safetensors of a "
                         "RobertaForMaskedLM") from None
     except Exception as error:  # what a foreign file makes torch.load raise
         raise UserError(f"{folder / 'pytorch_model.bin'}: is no file of weights ({type(error).__name__}); it was not run") from None
+    if not isinstance(about, dict):
+        raise UserError(f"{folder / 'config.json'}: is not a JSON object; name the folder of a RobertaForMaskedLM")
+    for name, tensor in tensors.items():
+        if not torch.as_tensor(tensor).isfinite().all():
+            raise UserError(f"{folder}: {name} is not finite; its weights are damaged, or of a training that went wrong")
     if about.get("model_type") != "roberta" or about.get("hidden_act", "gelu") != "gelu":
         raise UserError(f"{folder}: is a {about.get('model_type')} model, not a RobertaForMaskedLM with GELU; name another folder")
     return about, tensors
 
 
 def shape_of(about):
-    """The fields of our ModelConfig that their config decides."""
-    pad = about.get("pad_token_id", 1)
+    """The fields of our ModelConfig that their config decides. Raises KeyError or ValueError where it lacks or misstates one."""
+    pad, eps = about.get("pad_token_id", 1), about.get("layer_norm_eps", 1e-12)
+    for name, value in {"pad_token_id": pad, **{name: about[name] for name in WHOLE}}.items():
+        if type(value) is not int or not 0 <= value < 2**20:
+            raise ValueError(f"{name} {value!r}")
+    if type(eps) is not float or not 0 < eps < 1:
+        raise ValueError(f"layer_norm_eps {eps!r}")
     return dict(n_layer=about["num_hidden_layers"], n_head=about["num_attention_heads"],
                 n_kv_head=about["num_attention_heads"], n_embd=about["hidden_size"], n_ff=about["intermediate_size"],
                 context=about["max_position_embeddings"] - pad - 1, vocab_size=about["vocab_size"],
-                norm_eps=about.get("layer_norm_eps", 1e-12))
+                norm_eps=eps)
 
 
 def load(model, folder):
@@ -162,8 +183,9 @@ def load(model, folder):
                 raise UserError(f"--import-hf={folder}: has {name} {value}, this model {getattr(model.config, name)}; use the same "
                                 "shape and tokenizer")
         ours = from_hf(tensors, shape["n_layer"], about.get("pad_token_id", 1))
-    except (KeyError, TypeError, IndexError) as error:
-        raise UserError(f"--import-hf={folder}: lacks {error}, so it is no RobertaForMaskedLM; name another folder") from None
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise UserError(f"--import-hf={folder}: lacks or misstates {error}, so it is no whole RobertaForMaskedLM; name another "
+                        "folder") from None
     load_weights(model, ours, folder, skip=(".scorer.",))
 
 
@@ -173,15 +195,21 @@ def import_run(folder, run):
     if run.exists():
         raise UserError(f"{run}: exists; choose another folder")
     theirs, _ = read(folder)
-    text = read_tokenizer(folder / "tokenizer.json").to_str()
+    tokenizer = read_tokenizer(folder / "tokenizer.json")
     try:
         config = ModelConfig(**MODEL_PRESETS["babyberta"] | shape_of(theirs), scorer="softmax")
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{folder / 'config.json'}: lacks or misstates {error}; name another folder") from None
-    model = Transformer(config)
+        model = Transformer(config)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"{folder / 'config.json'}: lacks or misstates {one_line(error)}; name another folder") from None
+    if tokenizer.get_vocab_size() != config.vocab_size:
+        raise UserError(f"{folder / 'tokenizer.json'}: has {tokenizer.get_vocab_size()} entries, the model {config.vocab_size}; they "
+                        "do not belong together")
     load(model, folder)
-    run.mkdir(parents=True)
-    write_atomically(run / "tokenizer.json", text.encode("utf-8"))
+    try:
+        run.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"{run}: cannot be made ({error.strerror}); choose another folder") from None
+    write_atomically(run / "tokenizer.json", tokenizer.to_str().encode("utf-8"))
     about = dict(flags=dict(preset=f"imported from {folder.name}", data="", steps=0, seed=0), model=config.to_dict(),
                  torch=torch.__version__)
     save_model(run / "model.safetensors", model, 0, run_id(about))

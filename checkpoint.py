@@ -58,13 +58,15 @@ def save_model(path, model, step, run):
 
 
 def load_tensors(path, run):
-    """The verified dict of tensors in a file that `save_model` wrote. run: the `run_id` of the config.json beside it. Raises
-    UserError for a file that is missing, damaged or another run's."""
+    """(the verified dict of tensors, the step) of a file that `save_model` wrote. run: the `run_id` of the config.json beside it.
+    Raises UserError for a file that is missing, damaged or another run's."""
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {}).get("about", "{}"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except FileNotFoundError:
+    except FileNotFoundError:  # what safetensors raises for a file that may not be read, too
+        if Path(path).exists():
+            raise UserError(f"{path}: cannot be read; check its permissions") from None
         raise UserError(f"{path}: no such file; train the run to its first checkpoint, or name another folder") from None
     except (safetensors.SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise UserError(f"{path}: is damaged ({error}); restore it, or train again") from None
@@ -73,7 +75,7 @@ def load_tensors(path, run):
     if about.get("run", run) != run:  # (files of earlier versions say nothing)
         raise UserError(f"{path}: holds the weights of another run than {path.with_name('config.json')} describes; restore it, "
                         "or train again")
-    return tensors
+    return tensors, about["step"]
 
 
 def require_fit(model, tensors, path, skip=()):
@@ -99,7 +101,8 @@ def load_weights(model, tensors, path, skip=()):
 
 
 def load_run(folder, device="cpu"):
-    """(model, config): the trained Transformer of a run folder, in eval mode, and its config.json. Raises UserError."""
+    """(model, config): the trained Transformer of a run folder, in eval mode, and its config.json, with "step": of how many the
+    weights are. Raises UserError."""
     folder = Path(folder)
     path = folder / "model.safetensors"
     config = read_json(folder / "config.json", "name a run folder that a trainer of this project wrote")
@@ -109,7 +112,7 @@ def load_run(folder, device="cpu"):
             outline = Transformer(shape)
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise UserError(f"{folder / 'config.json'}: {one_line(error)}; it was written by another version") from None
-    tensors = load_tensors(path, run)
+    tensors, config["step"] = load_tensors(path, run)
     require_fit(outline, tensors, path)
     model = Transformer(shape)
     load_weights(model, tensors, path)

@@ -179,7 +179,7 @@ def parse(Config, presets, default_preset, argv=None, script=None):
         config = _with_preset(Config, presets, default_preset, argv)
         config.out = config.out or config.default_out(script)
         saved = None
-        if config.resume and (Path(config.out) / "config.json").exists():
+        if config.resume and _begun(config.out):
             config, saved = _resumed(Config, config.out, argv)
         config.check()
         return config, saved
@@ -187,6 +187,19 @@ def parse(Config, presets, default_preset, argv=None, script=None):
         if os.environ.get("RANK", "0") != "0":  # of the many processes that torchrun has started one says so
             sys.exit(2)
         fail(error)
+
+
+def _begun(out):
+    """Whether there is a run to resume."""
+    try:
+        content = {path.name for path in Path(out).iterdir()}
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise UserError(f"--out={out}: cannot be read ({error.strerror}); check its permissions") from None
+    if "config.json" not in content and "model.safetensors" in content:
+        raise UserError(f"--out={out}: holds a run already; its config.json is gone; restore it, or choose another folder")
+    return "config.json" in content
 
 
 def _with_preset(Config, presets, default_preset, argv):

@@ -24,7 +24,7 @@ import mlm_data
 from files import read_json, sha256, write_json
 from flags import UserError, require
 from sources import decode_utf8
-from trained import RunFlags, provenance, result_folder
+from trained import RunFlags, provenance, result_folder, run_names, training_of
 
 TIE = 1e-5  # nats: scores nearer than this differ by rounding alone
 TRIGRAM = "trigram"
@@ -94,7 +94,11 @@ def read_suite(flags):
         paradigms = [read(path) for path in paths]
     except OSError as error:
         raise UserError(f"--sentences={flags.sentences}: cannot be read ({error.strerror}); check it") from None
-    most = flags.limit or None
+    most, names = flags.limit or None, {}
+    for path, paradigm in zip(paths, paradigms):
+        other = names.setdefault(paradigm.name, path)
+        if other != path:
+            raise UserError(f"{path}: has the paradigm {paradigm.name} of {other}; remove one of them")
     return [Paradigm(p.name, p.phenomenon, p.bad[:most], p.good[:most]) for p in paradigms]
 
 
@@ -156,8 +160,7 @@ def score_runs(flags, paradigms):
     found, about = {}, {}
     for name, folder in zip(run_names(flags.folders()), flags.folders()):
         model, tokenizer, config = mlm_score.load(folder, device)
-        about[name] = dict(scorer=model.config.scorer, parameters=model.n_parameters(),
-                           **{key: config["flags"][key] for key in ("preset", "steps", "seed")})
+        about[name] = dict(scorer=model.config.scorer, parameters=model.n_parameters(), **training_of(config, name))
         for method in chosen:
             n = 2 * sum(len(p.good) for p in paradigms)
             with tqdm(total=n, desc=f"{name} {method}", unit="sentence", dynamic_ncols=True, disable=None) as bar:
@@ -167,12 +170,6 @@ def score_runs(flags, paradigms):
                         return methods[method](model, tokenizer, ids, bar.update)
                 found[name, method] = outcomes(score, paradigms)
     return found, about, device
-
-
-def run_names(folders):
-    """The folders' names, or whole paths where two share a name."""
-    names = [folder.name for folder in folders]
-    return [str(folder) if names.count(folder.name) > 1 else folder.name for folder in folders]
 
 
 class Trigram:
@@ -218,6 +215,7 @@ def trigram_outcomes(flags, paradigms):
         return {}
     folder = flags.folders()[0]
     data = flags.corpus or read_json(folder / "config.json", "name a run folder")["flags"]["data"]
+    require(flags, "corpus", data, f"{folder} does not say what it was trained on; name sentences for the trigram baseline, or none")
     try:
         texts = [text for path in mlm_data.paths(data, flags.cache_dir) for text in mlm_data.read_sentences(path)]
     except UserError as error:

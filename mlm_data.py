@@ -18,6 +18,7 @@ What a user can get wrong raises `flags.UserError` with one line that names it a
 
 import csv
 import heapq
+import importlib.util
 import io
 import os
 import sys
@@ -41,8 +42,16 @@ IGNORE = -100  # the target where nothing is asked
 # ---- Tokenizer ------------------------------------------------------------------------------------------------------
 
 
+def require_library():
+    """Raise UserError unless the library `tokenizers` is there."""
+    if not importlib.util.find_spec("tokenizers"):
+        raise UserError('tokenizers: this library is not installed, which masked language models need; pip install '
+                        '".[train,babyberta]"')
+
+
 def read_tokenizer(path):
     """A `tokenizers` file with RoBERTa's five special tokens. Raises UserError for any other."""
+    require_library()
     from tokenizers import Tokenizer
     try:
         tokenizer = Tokenizer.from_str(decode_utf8(Path(path).read_bytes(), str(path)))
@@ -63,6 +72,7 @@ def read_tokenizer(path):
 
 def train_tokenizer(texts, vocab_size):
     """A byte-level BPE like the published one: lower case, a space before the first word, <s> and </s> around."""
+    require_library()
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
     tokenizer = Tokenizer(models.BPE(unk_token=SPECIAL["unk"]))
     tokenizer.normalizer = normalizers.Lowercase()

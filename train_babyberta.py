@@ -12,6 +12,7 @@ Published (Huebner, Sulem, Fisher, Roth 2021, and its code): 8 layers, 8 heads, 
 with bias correction, one sentence in a hundred held out to measure the loss, sentences packed into rows (mlm_data.py).
 """
 
+import os
 import signal
 import sys
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ class Flags(TextFlags):
     ood: str = "none"
     """out-of-distribution sentences: a path, or none"""
     tokenizer: str = ""
-    """a tokenizer.json of the library `tokenizers` (trained on the sentences if empty)"""
+    """a tokenizer.json of the library `tokenizers` (if empty: that of --init-from or --import-hf, or trained on the sentences)"""
     vocab_size: int = 8192
     """entries of a tokenizer that is trained here"""
     n_layer: int = 0
@@ -60,16 +61,26 @@ class Flags(TextFlags):
         require(self, "vocab_size", 300 <= self.vocab_size <= 2**16, "must be between 300 and 65536")
         require(self, "leave_unmasked", 0 <= self.leave_unmasked <= 0.9, "must be between 0 and 0.9")
         require(self, "import_hf", not (self.import_hf and self.init_from), "contradicts --init-from; give one of them")
+        require(self, "import_hf", self.resume or not self.import_hf or Path(self.import_hf).is_dir(),
+                "no such folder; name the folder of a RobertaForMaskedLM")
         require(self, "export_hf", not self.export_hf or self.scorer == "softmax",
                 f"RobertaForMaskedLM computes softmax, not {self.scorer}; leave it out, or train --scorer=softmax")
-        require(self, "export_hf", self.resume or not self.export_hf or not any(Path(self.export_hf).glob("*")),
-                "is not empty; choose another folder")
+        if self.export_hf:
+            self.check_export(Path(self.export_hf))
         require(self, "vocab_size", not self.tokenizer or self.vocab_size == type(self).vocab_size,
                 "comes with --tokenizer; leave one of them out")
         try:
             self.model_config(vocab_size=64)
         except ValueError as error:
             raise UserError("--" + str(error).replace("_", "-", 2)) from None
+
+    def check_export(self, folder):
+        """The folder is written last: so what would be in its way is told first."""
+        require(self, "export_hf", not folder.is_file(), "is a file; choose another folder")
+        require(self, "export_hf", folder.resolve() != Path(self.out).resolve(), "is the run's own folder; choose another")
+        require(self, "export_hf", self.resume or not any(folder.glob("*")), "is not empty; choose another folder")
+        parent = next(parent for parent in folder.resolve().parents if parent.exists())
+        require(self, "export_hf", os.access(parent, os.W_OK), f"{parent} cannot be written; choose another folder")
 
     def model_config(self, vocab_size):
         shape = dict(MODEL_PRESETS["babyberta"])
@@ -180,10 +191,8 @@ def prepare(flags, saved):
             raise UserError(f"{own}: damaged, it is not the tokenizer that this run began with; restore it, or start anew with "
                             "--overwrite")
         tokenizer = mlm_data.read_tokenizer(own)
-    elif flags.tokenizer:
-        tokenizer = mlm_data.read_tokenizer(flags.tokenizer)
     else:
-        tokenizer = mlm_data.train_tokenizer(sentences, flags.vocab_size)
+        tokenizer = choose_tokenizer(flags, sentences)
     train, val = mlm_data.split_held_out(sentences)
     texts = {"train": (train, f"--data={flags.data}"), "val": (val, f"--data={flags.data} (its held-out part)")}
     if flags.ood != "none":
@@ -193,6 +202,23 @@ def prepare(flags, saved):
         print(f"{split}: {corpus.n:,} sentences, {len(corpus.tokens):,} tokens; dropped: {corpus.too_short:,} under "
               f"{mlm_data.MIN_WORDS} words, {corpus.too_long:,} over {flags.context} tokens")
     return corpora, tokenizer
+
+
+def choose_tokenizer(flags, sentences):
+    """Of a new run. Weights that are there already belong to the entries of one tokenizer, and to no other's."""
+    weights = flags.init_from or flags.import_hf
+    given = mlm_data.read_tokenizer(flags.tokenizer) if flags.tokenizer else None
+    if not weights:
+        return given or mlm_data.train_tokenizer(sentences, flags.vocab_size)
+    theirs = Path(weights) / "tokenizer.json"
+    if not theirs.exists():
+        require(flags, "tokenizer", given, f"{weights} has no tokenizer.json; name the tokenizer that its weights belong to")
+        return given
+    tokenizer = mlm_data.read_tokenizer(theirs)
+    if given and given.to_str() != tokenizer.to_str():
+        raise UserError(f"--tokenizer={flags.tokenizer}: is not {theirs}, which the weights belong to; leave it out")
+    print(f"note: tokenizer of {weights}, {tokenizer.get_vocab_size():,} entries")
+    return tokenizer
 
 
 def learning_rate(step, flags, n_pass):
@@ -240,7 +266,10 @@ def finish(training):
         date=time.strftime("%Y-%m-%d"), **training.scorer_changes())
     write_json(folder / "summary.json", summary)
     if flags.export_hf:
-        babyberta_hf.save(model, folder / "tokenizer.json", flags.export_hf)
+        try:
+            babyberta_hf.save(model, folder / "tokenizer.json", flags.export_hf)
+        except UserError as error:
+            raise UserError(f"--export-hf={flags.export_hf}: {error}; the run is whole, --resume --export-hf=FOLDER writes it") from None
     print(f"val {summary['val_loss']:.3f} nats a masked token, unigram baseline {summary['unigram_loss']:.3f}; "
           f"{summary['seconds']:.0f} s; everything is in {folder}")
 

@@ -3,6 +3,8 @@
 No torch at the top: flags are answered before it is imported (see eval.py).
 """
 
+import re
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,9 +34,14 @@ class RunFlags:
         """Raise UserError for a value that cannot work."""
         require(self, "threads", 0 <= self.threads <= 1024, "must be between 0 and 1024")
         self.folders()
-        if getattr(self, "out", ""):  # tried now rather than after hours of work, and left as it was
-            missing = [folder for folder in (Path(self.out), *Path(self.out).parents) if not folder.exists()]
-            result_folder(self)
+        if hasattr(self, "out"):  # tried now rather than after hours of work, and left as it was
+            out = Path(self.out or "runs")
+            missing = [folder for folder in (out, *out.parents) if not folder.exists()]
+            try:
+                out.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=out).close()
+            except OSError as error:
+                raise UserError(f"--out={out}: cannot be written ({error.strerror}); choose another folder") from None
             for folder in missing:
                 folder.rmdir()
 
@@ -44,15 +51,33 @@ class RunFlags:
         if not folders:
             raise UserError("RUN: missing; name a run folder, such as runs/train_gpt-laptop-ssa-s0")
         for folder in folders:
-            if not folder.is_dir():
-                raise UserError(f"{folder}: {'is a file' if folder.exists() else 'no such folder'}; name a run folder that a trainer of this project wrote")
-            for name in ("config.json", "model.safetensors"):
-                if not (folder / name).is_file():
-                    raise UserError(f"{folder}: has no {name}; name a run folder, trained to its first checkpoint at least")
+            try:
+                missing = {"config.json", "model.safetensors"} - {path.name for path in folder.iterdir()}
+            except (FileNotFoundError, NotADirectoryError) as error:
+                problem = "no such folder" if isinstance(error, FileNotFoundError) else "is a file"
+                raise UserError(f"{folder}: {problem}; name a run folder that a trainer of this project wrote") from None
+            except OSError as error:
+                raise UserError(f"{folder}: cannot be read ({error.strerror}); check its permissions") from None
+            for name in sorted(missing):
+                raise UserError(f"{folder}: has no {name}; name a run folder, trained to its first checkpoint at least")
         doubled = {folder for folder in folders if folders.count(folder) > 1}
         if doubled:
             raise UserError(f"{doubled.pop()}: is named twice; name each run once")
         return folders
+
+
+def run_names(folders):
+    """The folders' names, or whole paths where two share a name."""
+    names = [folder.resolve().name for folder in folders]
+    return [name if names.count(name) == 1 else str(folder) for name, folder in zip(names, folders)]
+
+
+def training_of(config, name):
+    """What results say of a run's training, from `checkpoint.load_run`'s config. Says so if it is not finished."""
+    about = {key: config.get("flags", {}).get(key) for key in ("preset", "data", "steps", "seed")} | {"step": config["step"]}
+    if about["steps"] and about["step"] < about["steps"]:
+        print(f"note: the weights of {name} are those after step {about['step']} of {about['steps']}")
+    return about
 
 
 @dataclass
@@ -70,9 +95,8 @@ class Trained:
     def about(self):
         """What a result says of its model, for JSON."""
         from run import scorer_values
-        training = {name: self.config["flags"].get(name) for name in ("preset", "data", "steps", "seed")}
         return dict(folder=str(self.folder), scorer=self.model.config.scorer, tokenizer=self.tokenizer.name,
-                    parameters=self.model.n_parameters(), **training, **scorer_values(self.model))
+                    parameters=self.model.n_parameters(), **training_of(self.config, self.name), **scorer_values(self.model))
 
 
 def load_trained(flags):
@@ -85,9 +109,7 @@ def load_trained(flags):
     if flags.threads:
         torch.set_num_threads(flags.threads)
     folders = flags.folders()
-    names = [folder.resolve().name for folder in folders]
-    return [load_one(folder, name if names.count(name) == 1 else str(folder), device, flags.dtype)
-            for folder, name in zip(folders, names)]
+    return [load_one(folder, name, device, flags.dtype) for folder, name in zip(folders, run_names(folders))]
 
 
 def load_one(folder, name, device, dtype):
@@ -117,7 +139,7 @@ def provenance(flags, device):
 
 def result_folder(flags, *words):
     """--out, or runs/<words joined>; made if it is not there. Raises UserError where it cannot be."""
-    folder = Path(flags.out or "runs/" + "-".join(words)[:150])
+    folder = Path(flags.out or "runs/" + re.sub(r"[/\\:]+", "-", "-".join(words))[:150])
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

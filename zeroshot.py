@@ -152,8 +152,8 @@ def main(flags):
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     samples, results, truncated = {}, {}, {}
     with tempfile.TemporaryDirectory(prefix="ssa-tasks-") as work:
+        runs = load_trained(flags)  # before the tasks, which may be downloads
         tasks, splits, manager = load_tasks(flags, Path(work))
-        runs = load_trained(flags)
         for run in runs:
             model = LanguageModel(run, batch_size=flags.batch_size)
             done = lm_eval.simple_evaluate(model, tasks=list(tasks.values()), limit=flags.limit or None, task_manager=manager)

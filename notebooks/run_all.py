@@ -53,9 +53,12 @@ import os  # noqa: E402
 import re  # noqa: E402
 import time  # noqa: E402
 
-import nbformat  # noqa: E402
-from nbclient import NotebookClient  # noqa: E402
-from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError  # noqa: E402
+try:
+    import nbformat
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+except ImportError as error:
+    fail(f'{error.name}: is not installed; pip install -c requirements.txt -e ".[train,notebooks]"')
 
 from files import write_atomically  # noqa: E402
 

@@ -124,7 +124,7 @@ def an_optimiser_of_another_shape(folder):
 
 def put_tensors(folder, **tensors):
     path, run = folder / "r" / "model.safetensors", checkpoint.run_id(read_json(folder / "r" / "config.json", ""))
-    tensors = {**checkpoint.load_tensors(path, run), **tensors}
+    tensors = {**checkpoint.load_tensors(path, run)[0], **tensors}
     model = type("Model", (), {"state_dict": lambda self: tensors})()
     checkpoint.save_model(path, model, 6, run)
     return "train_gpt.py", [*FRESH, "--init-from=r"], "model.safetensors: "

@@ -124,6 +124,30 @@ def test_the_report_holds_every_pair_and_beside_it_chance_and_trigram(suite):
         assert part in done.stdout
 
 
+def test_the_weights_step_is_said(suite):
+    for name in ("resume-00000006.pt", "resume-00000006.pt.sha256"):
+        (suite / "r" / name).unlink()
+    model, config = load_run(suite / "r")
+    save_model(suite / "r" / "model.safetensors", model, 4, run_id(config))
+    done = zorro(suite, "r", "--out=z")
+    assert "note: the weights of r are those after step 4 of 6" in done.stdout
+    assert json.loads((suite / "z" / "zorro.json").read_text(encoding="utf-8"))["runs"]["r"]["step"] == 4
+
+
+def test_a_paradigm_in_two_files_is_named(suite):
+    for name in ("a", "a (copy)"):
+        (suite / f"{name}.jsonl").write_text(json.dumps(dict(sentence_good="the dog is", sentence_bad="the dog are", UID="x")) + "\n")
+    (suite / "two").mkdir()
+    for path in suite.glob("*.jsonl"):
+        path.rename(suite / "two" / path.name)
+    refused(command(SCRIPT, "blimp", "r", "--sentences=two", cwd=suite, check=False), "has the paradigm x of two/")
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="no folder here that nobody can write to")
+def test_a_folder_that_cannot_be_written_is_tried_before_the_work(suite):
+    refused(zorro(suite, "r", "--out=/proc/self", check=False), "--out=/proc/self: cannot be written")
+
+
 def test_intervals_are_those_of_the_bootstrap_over_pairs():
     rng = np.random.default_rng(0)
     a, b = rng.random(400) < 0.6, rng.random(400) < 0.5

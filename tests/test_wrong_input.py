@@ -8,11 +8,14 @@ import os
 import re
 import shutil
 import time
+from pathlib import Path
 
 import pytest
 
+import flags
 from conftest import ROOT, TINY, command, refused, snapshot, start
 from metrics import read_metrics
+from trained import RunFlags
 
 SCRIPT = "train_gpt.py"
 
@@ -180,7 +183,9 @@ WRONG_SENTENCES = [
     ("--context=3", "--context=3: must be at least 4"),
     ("--n-head=3", "--n-head=3: does not divide"),
     ("--export-hf=hf", "--export-hf=hf: RobertaForMaskedLM computes softmax, not ssa"),
-    ("--import-hf=nowhere", "nowhere: cannot be read"),
+    ("--scorer=softmax --export-hf=empty.txt", "--export-hf=empty.txt: is a file"),
+    ("--scorer=softmax --out=x --export-hf=x", "--export-hf=x: is the run's own folder"),
+    ("--import-hf=nowhere", "--import-hf=nowhere: no such folder"),
     ("--import-hf=nowhere --init-from=empty-folder", "--import-hf=nowhere: contradicts --init-from"),
 ]
 
@@ -207,6 +212,22 @@ def test_wrong_sentences_get_one_line_and_leave_nothing(folder, flags, part):
 
 def test_a_device_that_is_not_there_is_named(folder):
     refused(train(folder, "--device=cuda", check=False, fresh=True, CUDA_VISIBLE_DEVICES=""), "--device=cuda")
+
+
+def test_a_folder_that_may_not_be_read_is_named(monkeypatch, tmp_path):
+    def denied(path):
+        raise PermissionError(13, "Permission denied")
+    monkeypatch.setattr(Path, "iterdir", denied)
+    for reader in (lambda: flags._begun(tmp_path), RunFlags(runs=str(tmp_path)).folders):
+        with pytest.raises(flags.UserError, match="cannot be read .Permission denied"):
+            reader()
+
+
+def test_resuming_where_config_json_is_gone_says_so(folder):
+    train(folder, "--out=r")
+    (folder / "r" / "config.json").unlink()
+    for script in (SCRIPT, "train_babyberta.py"):
+        refused(command(script, "--out=r", "--resume", cwd=folder, check=False), "its config.json is gone; restore it")
 
 
 def test_a_config_that_disagrees_with_the_checkpoint_is_named(folder):
