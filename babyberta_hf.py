@@ -88,8 +88,8 @@ def save(model, tokenizer_path, folder):
     config, folder = model.config, Path(folder)
     if config.scorer != "softmax" or not config.mlm_head:
         kind = f"{config.scorer} in a " + ("masked language model" if config.mlm_head else "model of another kind")
-        raise UserError(f"{folder}: RobertaForMaskedLM is a masked language model with softmax, not {kind}; export a softmax run of "
-                        "train_babyberta.py")
+        raise UserError(f"{folder}: RobertaForMaskedLM is a masked language model with softmax, not {kind}; export a softmax run "
+                        "of train_babyberta.py")
     tokenizer = read_tokenizer(tokenizer_path)
     pad, start, end = (tokenizer.token_to_id(SPECIAL[name]) for name in ("pad", "start", "end"))
     about = dict(
@@ -160,7 +160,7 @@ def read(folder):
 
 
 def shape_of(about):
-    """The fields of our ModelConfig that their config decides. Raises KeyError or ValueError where it lacks or misstates one."""
+    """The fields of our ModelConfig that their config decides. Raises KeyError or ValueError where one is missing or wrong."""
     pad, eps = about.get("pad_token_id", 1), about.get("layer_norm_eps", 1e-12)
     for name, value in {"pad_token_id": pad, **{name: about[name] for name in WHOLE}}.items():
         if type(value) is not int or not 0 <= value < 2**20:
@@ -202,8 +202,8 @@ def import_run(folder, run):
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"{folder / 'config.json'}: lacks or misstates {one_line(error)}; name another folder") from None
     if tokenizer.get_vocab_size() != config.vocab_size:
-        raise UserError(f"{folder / 'tokenizer.json'}: has {tokenizer.get_vocab_size()} entries, the model {config.vocab_size}; they "
-                        "do not belong together")
+        raise UserError(f"{folder / 'tokenizer.json'}: has {tokenizer.get_vocab_size()} entries, the model {config.vocab_size}; "
+                        "they do not belong together")
     load(model, folder)
     try:
         run.mkdir(parents=True)

@@ -215,7 +215,7 @@ def trigram_outcomes(flags, paradigms):
         return {}
     folder = flags.folders()[0]
     data = flags.corpus or read_json(folder / "config.json", "name a run folder")["flags"]["data"]
-    require(flags, "corpus", data, f"{folder} does not say what it was trained on; name sentences for the trigram baseline, or none")
+    require(flags, "corpus", data, f"{folder} does not say what it was trained on; name sentences for the trigram, or none")
     try:
         texts = [text for path in mlm_data.paths(data, flags.cache_dir) for text in mlm_data.read_sentences(path)]
     except UserError as error:

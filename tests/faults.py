@@ -143,7 +143,8 @@ def numerics(examples, workers=2, **env):
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         chosen = ["-k", "triton"] if env else ["-k", "not triton and (numerics or finite or 60_digit)", "tests/test_ssa.py"]
-        command = [sys.executable, "-m", "pytest", "-q", "-n", str(workers), f"--junitxml={report}", "tests/test_numerics.py", *chosen]
+        command = [sys.executable, "-m", "pytest", "-q", "-n", str(workers), f"--junitxml={report}", "tests/test_numerics.py",
+                   *chosen]
         subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL,
                        env={**os.environ, "SSA_EXAMPLES": str(examples), "OMP_NUM_THREADS": "1", **env})
         cases = []
