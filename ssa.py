@@ -21,6 +21,7 @@ Not here: fused kernels, dropout on anything but the weights, positions (model.p
 
 import inspect
 import math
+import numbers
 
 import torch
 import torch.nn as nn
@@ -59,12 +60,12 @@ def ssa(scores, b, n, mask=None):
 
     Because (1 + b|z|)^(sgn(z) n) = exp(n sgn(z) log(1 + b|z|)), that is softmax of the signed log, which cannot overflow
     and which any softmax kernel can compute. The mask falls on t, never on z: -inf inside the power would give 0 * inf in
-    the gradients of b and n. Raises ValueError for a number b <= 0 or n < 1.
+    the gradients of b and n. Raises ValueError for a number b <= 0 or n < 1, and for what is neither number nor tensor.
     """
-    if isinstance(b, (int, float)) and not b > 0:
-        raise ValueError(f"b={b}: must be greater than 0")
-    if isinstance(n, (int, float)) and not n >= 1:
-        raise ValueError(f"n={n}: must be at least 1")
+    if not isinstance(b, torch.Tensor):
+        check_number("b", b, "greater than 0", lambda b: b > 0)
+    if not isinstance(n, torch.Tensor):
+        check_number("n", n, "at least 1", lambda n: n >= 1)
     z = _at_least_float32(scores)
     return masked_softmax(_per_head(n, z) * signed_log(z, _per_head(b, z)), mask)
 
@@ -76,6 +77,12 @@ def masked_softmax(t, mask=None):
     t = t.masked_fill(~mask, -math.inf)
     t = t.masked_fill(~mask.any(-1, keepdim=True), 0.0)  # an empty row would be exp(-inf) / 0
     return t.softmax(-1).masked_fill(~mask, 0.0)
+
+
+def check_number(name, value, wanted, fits):
+    """Raise ValueError unless `value` is a number, which True, "1" and tensors are not, and fits(value) holds."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not fits(value):
+        raise ValueError(f"{name}={value!r:.60}: must be a number {wanted}")
 
 
 def _at_least_float32(x):
@@ -128,10 +135,9 @@ class SSA(Scorer):
         super().__init__(n_head)
         if freeze not in ("none", "b", "n", "both"):
             raise ValueError(f"freeze={freeze!r}: must be none, b, n or both")
-        if not 1e-30 <= b <= 1e30:
-            raise ValueError(f"b={b}: must be greater than 0, from 1e-30 to 1e30")
-        if not 1 <= n <= 1e30 or (n == 1 and freeze in ("none", "b")):
-            raise ValueError(f"n={n}: must be greater than 1 (or exactly 1 with n frozen)")
+        check_number("b", b, "greater than 0, from 1e-30 to 1e30", lambda b: 1e-30 <= b <= 1e30)
+        check_number("n", n, "greater than 1 (or exactly 1 with n frozen)",
+                     lambda n: 1 < n <= 1e30 or (n == 1 and freeze in ("n", "both")))
         self.raw_b = _raw_parameter(b, n_head, trained=freeze in ("none", "n"))
         self.raw_n = _raw_parameter(n - 1, n_head, trained=freeze in ("none", "b"))
 
@@ -154,8 +160,7 @@ class Temperature(Scorer):
 
     def __init__(self, n_head, tau=1.0, freeze=False):
         super().__init__(n_head)
-        if not 0 < tau < math.inf:
-            raise ValueError(f"tau={tau}: must be greater than 0")
+        check_number("tau", tau, "greater than 0", lambda tau: 0 < tau < math.inf)
         self.raw_tau = _raw_parameter(tau, n_head, trained=not freeze)
 
     @property
@@ -235,8 +240,7 @@ class CosFormer(Scorer):
 
     def __init__(self, n_head, horizon=1024):
         super().__init__(n_head)
-        if horizon < 1:
-            raise ValueError(f"horizon={horizon}: must be at least 1")
+        check_number("horizon", horizon, "at least 1", lambda horizon: horizon >= 1)
         self.horizon = horizon
 
     def forward(self, scores, mask=None):

@@ -20,8 +20,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from ssa import SSA, Softmax, masked_softmax, signed_log, ssa
-from ssa_hf import NAME, SCORER, add_scorers, attention_modules, ssa_register, ssa_scorers
+from ssa import SSA, Softmax, check_number, masked_softmax, signed_log, ssa
+from ssa_hf import NAME, SCORER, add_scorers, attention_modules, ssa_register, ssa_scorers, warn_of_softmax
 
 STEPS = 40  # of L-BFGS in a fit
 
@@ -30,12 +30,13 @@ def ssa_convert(model: nn.Module, n: float = 1024.0, b: float | None = None, fre
     """Switch a transformers model, in place, from its attention to SSA with this b (1/n if None) and n in each head.
 
     Returns the model. freeze: "none", "b", "n" or "both" do not train. Converting an SSA model sets its b and n anew, with a
-    warning. Build the optimiser afterwards, since the parameters are new. Raises ValueError for values outside b > 0, n > 1,
-    and for a model that does not take its attention from transformers' interface.
+    warning, and so are attention modules named that stay softmax, because they do not take their attention from transformers'
+    interface. Build the optimiser afterwards, since the parameters are new. Raises ValueError for values that are not numbers
+    b > 0, n > 1, and for a model all of whose attention stays softmax.
     """
     ssa_register()
     SSA(1, 1.0 if b is None else b, n, freeze)  # raises for a value outside the domain, before anything is changed
-    options = {"b": 1 / n if b is None else b, "n": n, "freeze": freeze}
+    options = {"b": float(1 / n if b is None else b), "n": float(n), "freeze": freeze}  # floats, for config.json
     modules = attention_modules(model)
     if not modules:
         raise ValueError(f"{type(model).__name__} does not take its attention from transformers' AttentionInterface, so it "
@@ -51,6 +52,7 @@ def ssa_convert(model: nn.Module, n: float = 1024.0, b: float | None = None, fre
         raise ValueError(f"transformers does not change the attention of {type(model).__name__} after it is built; build it with "
                          'attn_implementation="ssa"')
     add_scorers(model)
+    warn_of_softmax(model)
     return model
 
 
@@ -104,16 +106,25 @@ def _run(model, batches):
 
 def _observe(model, batches, rows, seed):
     """(loss with softmax, name -> (z, allowed)): both (H, R, K), rows of the scores that the softmax model has."""
-    if rows < 1:
-        raise ValueError(f"rows={rows}: must be at least 1")
+    check_number("rows", rows, "at least 1, and whole", lambda rows: rows >= 1 and isinstance(rows, int))
     generator = torch.Generator().manual_seed(seed)
-    batches = list(batches)
-    if not batches:
-        raise ValueError("no batches: give at least one dict of the model's inputs")
     share = -(-rows // len(batches))  # rows a batch, rounded up
     with _scorers_replaced(model, lambda n_head: _Watch(n_head, share, generator)) as watching:
         loss = _run(model, batches)
     return loss, {name: _joined(watch.seen) for name, watch in watching.items()}
+
+
+def _listed(batches):
+    """The batches as a list. Raises ValueError unless there are some, each a dict of tensors."""
+    one = isinstance(batches, (Mapping, Tensor)) or not isinstance(batches, Iterable)
+    listed = [batches] if one else list(batches)
+    if not listed:
+        raise ValueError("no batches: give at least one dict of the model's inputs")
+    for batch in listed:
+        if one or not isinstance(batch, Mapping) or not all(isinstance(x, Tensor) for x in batch.values()):
+            raise ValueError(f"batches: {'' if one else 'one of them '}is {type(batch).__name__}, or holds no tensors; give "
+                             'a list of dicts of tensors, such as [{"input_ids": ids, "labels": ids}]')
+    return listed
 
 
 def _joined(seen):
@@ -132,9 +143,10 @@ def ssa_distance(model: nn.Module, batches: Iterable[Mapping[str, Tensor]], rows
     Returns "total_variation": name of the attention module -> (H,), half the sum of |softmax(z) - SSA(z)|, a number from 0 to 1,
     averaged over at most `rows` random queries of the softmax model; "mean_total_variation" over all heads; "loss_softmax",
     "loss_ssa" and their difference "loss_change" (nats a label, the mean of the batches; None without labels). Both models
-    see the same batches in evaluation mode. Raises ValueError for a model without b and n, or without batches.
+    see the same batches in evaluation mode. Raises ValueError for a model without b and n, for no batches or others than dicts of
+    tensors, and unless rows is a whole number from 1.
     """
-    batches = list(batches)
+    batches = _listed(batches)
     loss_softmax, observed = _observe(model, batches, rows, seed)
     return _report(model, batches, loss_softmax, observed)
 
@@ -159,11 +171,11 @@ def ssa_fit(model: nn.Module, batches: Iterable[Mapping[str, Tensor]], n_max: fl
 
     A head's b > 0 and 1 < n < n_max minimise the mean divergence KL(softmax(z) || SSA(z)) over at most `rows` random queries.
     Frozen ones are fitted, too: freezing is about training. The other parameters stay. Returns what `ssa_distance` returns,
-    after the fit, on the same batches. Raises ValueError unless 1 < n_max < infinity, and as `ssa_distance` does.
+    after the fit, on the same batches. Raises ValueError unless n_max is a number with 1 < n_max < infinity, and as
+    `ssa_distance` does.
     """
-    if not 1 < n_max < math.inf:
-        raise ValueError(f"n_max={n_max}: must be greater than 1, and finite")
-    batches = list(batches)
+    check_number("n_max", n_max, "greater than 1, and finite", lambda n_max: 1 < n_max < math.inf)
+    batches = _listed(batches)
     loss_softmax, observed = _observe(model, batches, rows, seed)
     for name, scorer in ssa_scorers(model).items():
         b, n = _fit_head(*observed[name], n_max)

@@ -167,19 +167,25 @@ def ssa_replace(module: nn.Module, *, scorer: str = "ssa", **scorer_options) -> 
     is an nn.MultiheadAttention itself, what takes its place).
 
     The projections are the same parameters as before; the scorer's (b and n a head) are new, so build the optimiser after
-    this. scorer and its options as in SSAMultiheadAttention. Raises ValueError if there is nothing to replace, and for a subclass
-    of nn.MultiheadAttention.
+    this. scorer and its options as in SSAMultiheadAttention. It sees submodules only: a model that also calls the old module from
+    a plain Python list or by a stored method (self.attend = self.attn.forward), or that hands its weights to
+    F.multi_head_attention_forward, computes softmax there as before.
+
+    Raises ValueError, and replaces nothing, if there is nothing to replace, for a subclass of nn.MultiheadAttention, and for
+    one with something that would be lost: hooks, attributes of its own, in_proj_weight pruned or weight-normed. (A pruned
+    or weight-normed out_proj stays as it is, and works.)
     """
     if type(module) is nn.MultiheadAttention:
-        return _replaced(module, scorer, scorer_options)
-    found = [m for m in module.modules() if isinstance(m, nn.MultiheadAttention) and not isinstance(m, SSAMultiheadAttention)]
-    for other in found:
+        return _replaced(module, "the nn.MultiheadAttention", scorer, scorer_options)
+    found = {name: m for name, m in module.named_modules()
+             if isinstance(m, nn.MultiheadAttention) and not isinstance(m, SSAMultiheadAttention)}
+    for name, other in found.items():
         if type(other) is not nn.MultiheadAttention:
-            raise ValueError(f"{type(other).__name__} is a subclass of nn.MultiheadAttention, whose code would be lost; replace "
-                             "it yourself")
+            raise ValueError(f"{name}: {type(other).__name__} is a subclass of nn.MultiheadAttention, whose code would be lost; "
+                             "replace it yourself")
     if not found:
         raise ValueError(f"{type(module).__name__} holds no nn.MultiheadAttention, so there is nothing to replace")
-    new = {id(old): _replaced(old, scorer, scorer_options) for old in found}  # a module in two places stays one
+    new = {id(old): _replaced(old, name, scorer, scorer_options) for name, old in found.items()}  # one in two places stays one
     for parent in list(module.modules()):
         for name, old in list(parent._modules.items()):
             if id(old) in new:
@@ -187,12 +193,29 @@ def ssa_replace(module: nn.Module, *, scorer: str = "ssa", **scorer_options) -> 
     return module
 
 
-def _replaced(old, scorer, scorer_options):
+def _replaced(old, name, scorer, scorer_options):
     new = SSAMultiheadAttention(old.embed_dim, old.num_heads, old.dropout, old.in_proj_bias is not None,
                                 old.bias_k is not None, old.add_zero_attn, old.kdim, old.vdim, old.batch_first,
                                 device="meta", scorer=scorer, **scorer_options)
-    for name, parameter in old._parameters.items():
-        setattr(new, name, parameter)
+    _refuse_losses(old, new, name)
+    for key, parameter in old._parameters.items():  # all that `new` has, so that none of them stays on meta
+        setattr(new, key, parameter)
     new.out_proj = old.out_proj
     new.scorer = make_scorer(scorer, old.num_heads, **scorer_options).to(old.out_proj.weight.device)
     return new.train(old.training)
+
+
+def _refuse_losses(old, new, name):
+    """Raise ValueError where `old`, called `name`, has anything that `new` would lose."""
+    if old._parameters.keys() != new._parameters.keys():
+        odd = ", ".join(sorted(old._parameters.keys() ^ new._parameters.keys()))
+        raise ValueError(f"{name}: its parameters are not nn.MultiheadAttention's ({odd}); if it is pruned or weight-normed, "
+                         "call torch.nn.utils.prune.remove or torch.nn.utils.remove_weight_norm on it first")
+    for key, hooks in vars(old).items():
+        if key.endswith("_hooks") and hooks:
+            raise ValueError(f"{name} has hooks ({key.strip('_')}), which would be lost; remove them first, and register them "
+                             "again on what takes its place")
+    extra = {*vars(old), *old._buffers, *old._modules} - {*vars(new), *new._buffers, *new._modules}
+    if extra:
+        raise ValueError(f"{name} has attributes that nn.MultiheadAttention does not have ({', '.join(sorted(extra))}), which "
+                         "would be lost; delete them first, and set them again on what takes its place")

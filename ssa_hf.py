@@ -18,11 +18,13 @@ attn_implementation as an argument, and without `ssa_register`, transformers tak
 
 Supported: decoders and encoders that take their attention from the interface (Llama, GPT-2, Qwen, Gemma, Mistral, BERT,
 RoBERTa and their like), grouped key/value heads, padding, caches, sliding windows, packed sequences by position_ids, 4-D
-masks, dropout, cross attention, gradient checkpointing, output_attentions. Refused: see UNSUPPORTED.
+masks, dropout, cross attention, gradient checkpointing, output_attentions. Refused: see UNSUPPORTED. A model that computes
+some of its attention itself (SigLIP's pooling head) keeps softmax there, and a warning names the modules.
 """
 
 import functools
 import inspect
+import warnings
 
 import torch
 import torch.nn as nn
@@ -107,6 +109,10 @@ def ssa_register() -> None:
     @functools.wraps(build)
     def post_init(self):
         add_scorers(self)
+        if self.config._attn_implementation == NAME:
+            inside = {module for part in self.modules() if isinstance(part, PreTrainedModel) and part is not self
+                      for module in part.modules()}  # of parts that have been built, and have warned, before
+            warn_of_softmax(self, inside)
         build(self)
 
     @functools.wraps(initialise)
@@ -143,20 +149,47 @@ def add_scorers(model):
         if module.config._attn_implementation == NAME and not hasattr(module, SCORER):
             scorer = make_scorer(NAME, _n_head(module), **_options(module.config))
             setattr(module, SCORER, scorer.to(next(module.parameters()).device))
+            if _stay_ssa not in module._forward_pre_hooks.values():  # ssa_convert may give a module a new scorer
+                module.register_forward_pre_hook(_stay_ssa)
+
+
+def _stay_ssa(module, _):
+    """Before each forward of an attention module: someone may have set config._attn_implementation by hand."""
+    require_no_softmax(module.config, module.config._attn_implementation)
 
 
 def require_no_softmax(config, asked):
     """Raise ValueError where a config says SSA and another attention implementation is asked for."""
     if asked != NAME and getattr(config, NAME, None) is not None:
         _options(config)
-        raise ValueError(f'config.ssa asks for SSA, attn_implementation={asked!r} for softmax; pass attn_implementation="ssa", or '
-                         "for softmax set config.ssa = None")
+        raise ValueError(f'config.ssa asks for SSA, attn_implementation={asked!r} for softmax; pass attn_implementation="ssa" '
+                         '(for a part of a model a dict, such as {"text_config": "ssa"}), or for softmax set config.ssa = None')
 
 
 def attention_modules(model):
     """name -> module, of those that look their attention function up in the interface."""
     return {name: module for name, module in model.named_modules()
             if "ALL_ATTENTION_FUNCTIONS" in _names_used(type(module)) and hasattr(module, "config")}
+
+
+def warn_of_softmax(model, without=frozenset()):
+    """Warn, by name, of modules of `model` that are called attention and compute a softmax of their own, except `without`.
+
+    No error, because the name is only a sign: the softmax over a few points in DETR's deformable attention is one of them.
+    """
+    names = [f"{name} ({type(module).__name__})" for name, module in model.named_modules()
+             if module not in without and _own_softmax(type(module))]
+    if names:
+        warnings.warn(f"not SSA: {', '.join(names)} of {type(model).__name__} do not take their attention from transformers' "
+                      "AttentionInterface, and keep softmax", stacklevel=3)
+
+
+@functools.cache
+def _own_softmax(cls):
+    methods = [inspect.unwrap(method) for _, method in inspect.getmembers(cls, inspect.isfunction)]
+    names = {name for method in methods if hasattr(method, "__code__") for name in method.__code__.co_names}
+    return "Attention" in cls.__name__ and "ALL_ATTENTION_FUNCTIONS" not in names and bool(
+        names & {"softmax", "Softmax", "scaled_dot_product_attention", "multi_head_attention_forward"})
 
 
 @functools.cache

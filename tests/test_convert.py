@@ -150,8 +150,9 @@ def test_the_fit_finds_the_best_b_and_n():
 
 def test_wrong_conversions_are_refused():
     model = model_of("Llama", "sdpa")
-    for given in ({"n": 0.5}, {"n": 0}, {"b": -1.0}, {"freeze": "all"}):
-        with pytest.raises(ValueError):
+    for given, words in (({"n": 0.5}, "n=0.5"), ({"n": 0}, "n=0"), ({"b": -1.0}, "b=-1"), ({"freeze": "all"}, "freeze='all'"),
+                         ({"n": "8"}, "n='8': must be a number"), ({"b": [1.0]}, "b=.*must be a number")):
+        with pytest.raises(ValueError, match=words):
             ssa_convert(model, **given)
     assert model.config._attn_implementation == "sdpa"
     with pytest.raises(ValueError, match="no b and n"):
@@ -161,8 +162,15 @@ def test_wrong_conversions_are_refused():
         ssa_dropin.ssa_fit(model, batches(), n_max=1)
     with pytest.raises(ValueError, match="n_max=inf"):
         ssa_dropin.ssa_fit(model, batches(), n_max=float("inf"))
-    with pytest.raises(ValueError, match="rows=0"):
-        ssa_dropin.ssa_fit(model, batches(), rows=0)
+    with pytest.raises(ValueError, match="n_max='8': must be a number"):
+        ssa_dropin.ssa_fit(model, batches(), n_max="8")
+    for rows in (0, 1.5, "9"):
+        with pytest.raises(ValueError, match=f"rows={rows!r}: must be a number at least 1, and whole"):
+            ssa_dropin.ssa_fit(model, batches(), rows=rows)
+    for wrong in (IDS, {"input_ids": IDS}, [IDS], [{"input_ids": IDS.tolist()}], 5):
+        for function in (ssa_dropin.ssa_fit, ssa_dropin.ssa_distance):
+            with pytest.raises(ValueError, match="a list of dicts of tensors"):
+                function(model, wrong)
     with pytest.raises(ValueError, match="no batches"):
         ssa_dropin.ssa_distance(model, [])
     with pytest.raises(ValueError, match="longer sequences"):

@@ -1,12 +1,16 @@
 """SSA in transformers: masks, caches and gradients in each family, and the function that they call. Tiny random models."""
 
+import copy
 import itertools
+import re
 import types
+import warnings
 
 import pytest
 import torch
-from tiny_hf import DECODERS, ENCODERS, GROUPED, IDS, LEFT, PADDINGS, RIGHT, T, close, model_of, output, transformers
+from tiny_hf import DECODERS, ENCODERS, GROUPED, IDS, LEFT, PADDINGS, RIGHT, SIZES, T, close, model_of, output, transformers
 
+import ssa_dropin
 from ssa import SSA, Softmax
 from ssa_dropin import ssa_attention, ssa_scorers
 
@@ -213,6 +217,87 @@ def test_a_config_that_says_ssa_never_becomes_softmax(tmp_path):
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "softmax").eval()
     assert again.config._attn_implementation == "sdpa"
     close(output(again, IDS), softmax_out)
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT2", "Bert"])
+def test_softmax_set_by_hand_is_an_error_at_the_next_forward(family, tmp_path):
+    model = model_of(family)
+    want = output(model, IDS)
+    model.save_pretrained(tmp_path)
+    converted = ssa_dropin.ssa_convert(model_of(family, "sdpa"))
+    for each in (model, copy.deepcopy(model), type(model).from_pretrained(tmp_path), converted):
+        for asked in ("sdpa", "eager", None):
+            each.config._attn_implementation = asked
+            with pytest.raises(ValueError, match="config.ssa asks for SSA"):
+                output(each, IDS)
+            with pytest.raises(ValueError, match="config.ssa asks for SSA"):
+                each.train().activation_checkpointing_enable()
+                output(each, IDS)
+            each.eval().config._attn_implementation = "ssa"
+            assert output(each, IDS).shape == want.shape
+    close(output(model, IDS), want)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SSA already
+        ssa_dropin.ssa_convert(model)
+    assert all(len(module._forward_pre_hooks) == 1 for module in model.modules() if hasattr(module, "ssa_norm"))
+
+
+def test_the_check_of_each_forward_does_not_break_compiled_graphs():
+    model = model_of("Llama")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    close(compiled(IDS, use_cache=False).logits, output(model, IDS, use_cache=False))
+
+
+def test_a_part_of_a_model_may_be_ssa_and_loading_it_says_how(tmp_path):
+    text = GROUPED | dict(model_type="llama")
+    config = transformers.LlavaConfig(vision_config=VISION | dict(model_type="clip_vision_model"), text_config=text)
+    kind, part = transformers.LlavaForConditionalGeneration, {"text_config": "ssa"}
+    kind._from_config(config, attn_implementation=part | {"vision_config": "sdpa"}).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=re.escape('a dict, such as {"text_config": "ssa"}')):
+        kind.from_pretrained(tmp_path)
+    assert len(ssa_scorers(kind.from_pretrained(tmp_path, attn_implementation=part))) == 2
+
+
+VISION = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4, image_size=8, patch_size=4)
+
+
+def test_attention_that_stays_softmax_is_named():
+    for head in (True, False):
+        config = transformers.SiglipVisionConfig(**VISION, vision_use_head=head)
+
+        def ways():
+            yield lambda: transformers.SiglipVisionModel._from_config(config, attn_implementation="ssa")
+            softmax = transformers.SiglipVisionModel._from_config(config, attn_implementation="sdpa")
+            yield lambda: ssa_dropin.ssa_convert(softmax)
+
+        for way in ways():
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                model = way()
+            said = [str(warning.message) for warning in seen if "keep softmax" in str(warning.message)]
+            assert ["head.attention (MultiheadAttention)" in message for message in said] == [True] * head
+            assert len(ssa_scorers(model)) == 1
+            config.ssa = None
+
+
+@pytest.mark.parametrize("family", [*DECODERS, *ENCODERS, "GPTJ", "DistilBert", "ViT", "CLIPVision", "Jamba", "Blip2"])
+def test_models_whose_attention_is_all_ssa_get_no_warning(family):
+    small = dict(Jamba=GROUPED | dict(attn_layer_offset=1, attn_layer_period=2, use_mamba_kernels=False, num_experts=2),
+                 GPTJ=SIZES | dict(rotary_dim=4), DistilBert=SIZES | dict(dim=16, hidden_dim=24), ViT=VISION, CLIPVision=VISION)
+    if family == "Blip2":  # its Blip2QFormerAttention has no scorer, but the module inside it has
+        sizes = SIZES | dict(encoder_hidden_size=16, cross_attention_frequency=1)
+        text = SIZES | dict(model_type="opt", ffn_dim=24, word_embed_proj_dim=16)
+        config = transformers.Blip2Config(vision_config=VISION, qformer_config=sizes, text_config=text, num_query_tokens=2)
+        kind = transformers.Blip2ForConditionalGeneration
+    else:
+        config = getattr(transformers, f"{family}Config")(**(DECODERS | ENCODERS | small)[family])
+        kind = getattr(transformers, f"{family}Model")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = kind._from_config(copy.deepcopy(config), attn_implementation="ssa")
+        converted = ssa_dropin.ssa_convert(kind._from_config(config, attn_implementation="eager"))
+    assert ssa_scorers(model).keys() == ssa_scorers(converted).keys()
+    assert len(ssa_scorers(model)) == {"ViT": 1, "CLIPVision": 1, "Jamba": 1, "Blip2": 7}.get(family, 2)
 
 
 @pytest.mark.parametrize("family", ["GPT2", "Bert"])

@@ -121,7 +121,9 @@ def test_scaling_the_scores_is_scaling_b():
     torch.testing.assert_close(ssa(37 * z, 0.8, 1.5), ssa(z, 37 * 0.8, 1.5))
 
 
-@pytest.mark.parametrize("b, n, remedy", [(0, 1.5, "b=0.*greater than 0"), (math.nan, 1.5, "b=nan"), (1, 0.9, "n=0.9.*at least 1")])
+@pytest.mark.parametrize("b, n, remedy", [(0, 1.5, "b=0.*greater than 0"), (math.nan, 1.5, "b=nan"), (True, 1.5, "b=True"),
+                                          (1, 0.9, "n=0.9.*at least 1"), ("1", 1.5, "b='1': must be a number"),
+                                          (1, [1.5], "n=.*must be a number")])
 def test_ssa_refuses_numbers_outside_the_domain(b, n, remedy):
     with pytest.raises(ValueError, match=remedy):
         ssa(torch.zeros(1, 1, 2), b, n)
@@ -336,11 +338,15 @@ def test_vmap_over_scores_is_the_batch(name):
     ("softmx", {}, "'softmx' is unknown; choose one of softmax, ssa"),
     ("softmax", dict(b=1.0), "'softmax' has no option 'b'; it takes none"),
     ("ssa", dict(beta=1.0), "'ssa' has no option 'beta'; it takes b, n, freeze"),
-    ("ssa", dict(b=0.0), "b=0.0: must be greater than 0"), ("ssa", dict(b=math.nan), "b=nan: must be greater than 0"),
-    ("ssa", dict(n=0.5), "n=0.5: must be greater than 1"), ("ssa", dict(n=1.0), "n=1.0.*exactly 1 with n frozen"),
+    ("ssa", dict(b=0.0), "b=0.0: must be a number greater than 0"), ("ssa", dict(b=math.nan), "b=nan: must be a number"),
+    ("ssa", dict(n=0.5), "n=0.5: must be a number greater than 1"), ("ssa", dict(n=1.0), "n=1.0.*exactly 1 with n frozen"),
     ("ssa", dict(n=math.inf), "n=inf"), ("ssa", dict(freeze="all"), "freeze='all': must be none, b, n or both"),
-    ("temperature", dict(tau=0.0), "tau=0.0: must be greater than 0"),
-    ("cosformer", dict(horizon=0), "horizon=0: must be at least 1"),
+    ("temperature", dict(tau=0.0), "tau=0.0: must be a number greater than 0"),
+    ("cosformer", dict(horizon=0), "horizon=0: must be a number at least 1"),
+    ("ssa", dict(b="1"), "b='1': must be a number greater than 0"), ("ssa", dict(n="2"), "n='2': must be a number"),
+    ("ssa", dict(b=None), "b=None: must be a number"), ("ssa", dict(b=[0.8, 1.0]), r"b=\[0.8, 1.0\]: must be a number"),
+    ("ssa", dict(b=torch.ones(4)), r"b=tensor\(.*: must be a number"), ("ssa", dict(b=True), "b=True: must be a number"),
+    ("temperature", dict(tau="1"), "tau='1': must be"), ("cosformer", dict(horizon="9"), "horizon='9': must be"),
 ])
 def test_make_scorer_names_what_is_wrong_and_the_remedy(name, options, message):
     with pytest.raises(ValueError, match=message):
