@@ -48,6 +48,8 @@ class Flags:
     """runs of two processes, one of them killed"""
     examples: int = 10_000
     """cases of each numerical test (through Triton's interpreter half a second each)"""
+    tests: str = ""
+    """numerical tests with one of these words in their names, such as ssa-plain,softmax (all if empty)"""
     seed: int = 0
     """of all choices"""
 
@@ -84,7 +86,7 @@ def main(flags, known):
     if "processes" in parts:
         wrong += part(flags, "processes", lambda: judge_processes(faults_processes.long_form(flags.processes, flags.seed)))
     if "numerics" in parts:
-        wrong += part(flags, "numerics", lambda: judge(numerics(flags.examples), {"passed"}))
+        wrong += part(flags, "numerics", lambda: judge(numerics(flags.examples, flags.tests), {"passed"}))
     if "triton" in parts:
         wrong += part(flags, "triton", lambda: judge(triton(flags.examples), {"passed"}))
     return wrong
@@ -138,11 +140,13 @@ def hostile():
         return {"cases": [check(case, undisturbed.folder) for case in HOSTILE]}
 
 
-def numerics(examples, workers=2, **env):
-    """The property tests through pytest, with so many cases each."""
+def numerics(examples, words="", workers=2, **env):
+    """The property tests, or those with one of these words in their names, through pytest, with so many cases each."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        chosen = ["-k", "triton"] if env else ["-k", "not triton and (numerics or finite or 60_digit)", "tests/test_ssa.py"]
+        named = f" and ({' or '.join(words.split(','))})" if words else ""
+        chosen = ["-k", "triton"] if env else [
+            "-k", f"not triton and (numerics or finite or 60_digit){named}", "tests/test_ssa.py"]
         command = [sys.executable, "-m", "pytest", "-q", "-n", str(workers), f"--junitxml={report}", "tests/test_numerics.py",
                    *chosen]
         subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL,
@@ -161,7 +165,7 @@ def numerics(examples, workers=2, **env):
 def triton(examples):
     """The kernels of GPUs through Triton's interpreter: ten parts with seeds of their own, two at a time."""
     with ThreadPoolExecutor(2) as pool:
-        parts = list(pool.map(lambda seed: numerics(examples // 10, 0, SSA_SEED=str(seed), TRITON_INTERPRET="1"),
+        parts = list(pool.map(lambda seed: numerics(examples // 10, "", 0, SSA_SEED=str(seed), TRITON_INTERPRET="1"),
                               range(10)))
     return {"examples of each": examples // 10,
             "tests": [{"seed": seed} | case for seed, part in enumerate(parts) for case in part["tests"]],

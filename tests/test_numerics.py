@@ -192,17 +192,18 @@ def compare(got, tensors, scorer, dtype, least_log, causal, mask, scale):
         e = 16 * torch.finfo(F32).eps * (4 + t.max().item()) + half * 2 * info.eps * (1 + rounded)
         _, P = attention(q, k, v, scorer, causal=causal, mask=mask, scale=scale, return_weights=True)
         dP = upstream.abs() @ v.abs().mT
-        dt = P * (dP + (P * dP).sum(-1, keepdim=True))
+        both = dP + (P * dP).sum(-1, keepdim=True)
+        dt = P * both
         dz = dt * slope
         sums = lambda x: x.unflatten(1, (-1, groups)).sum(2)  # (B, H, K, D) -> (B, Hkv, K, D)
         into_q_k = lambda dz: {"dq": scale * dz @ k.abs(), "dk": scale * sums(dz.mT @ q.abs())}
         size = {"out": P @ v.abs(), **into_q_k(dz), "dv": sums(P.mT @ upstream.abs()),
                 **{part: (dt * factor).sum((0, 2, 3)) for part, factor in parameters.items()}}
         # A number below the smallest normal one is rounded to the nearest multiple of the smallest of all. That is as much as dz
-        # may be wrong by, and what it is made of, in float32, before a factor of up to `steepest`. b's and tau's gradients are
-        # made of dz, n's is made of dt.
+        # may be wrong by, and what it is made of, in float32: P, before its factor `both`, and dt, before one of up to `steepest`.
+        # b's and tau's gradients are made of dz, n's is made of dt.
         smallest = lambda dtype: torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-        lost = (4 * (smallest(dtype) + smallest(F32) * steepest)).expand_as(dz)
+        lost = 4 * smallest(dtype) + smallest(F32) * steepest * (4 + both)
         floor = into_q_k(lost) | {part: (lost * factor / slope).sum((0, 2, 3))
                                   for part, factor in parameters.items() if part != "draw_n"}
         # Where these sizes pass float16's largest number, inf is the right answer.
