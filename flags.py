@@ -198,7 +198,8 @@ def _begun(out):
     except OSError as error:
         raise UserError(f"--out={out}: cannot be read ({error.strerror}); check its permissions") from None
     if "config.json" not in content and "model.safetensors" in content:
-        raise UserError(f"--out={out}: holds a run already; its config.json is gone; restore it, or choose another folder")
+        raise UserError(f"--out={out}: holds a run whose config.json is gone; restore it, replace it with --overwrite, or choose "
+                        "another folder")
     return "config.json" in content
 
 

@@ -234,7 +234,7 @@ def open_run(flags, saved):
             raise UserError(f"--out={flags.out}: holds a run already; {remedy}, replace it with --overwrite, or choose another "
                             "folder")
         # The metrics go last: a folder without them is no longer one of ours.
-        for name in sorted(half_written if saved else ours, key=lambda name: name == "metrics.jsonl"):
+        for name in sorted(half_written if saved else ours, key=lambda name: (name == "metrics.jsonl", name)):
             (folder / name).unlink()
         folder.mkdir(parents=True, exist_ok=True)
         if not saved:

@@ -227,7 +227,7 @@ def test_resuming_where_config_json_is_gone_says_so(folder):
     train(folder, "--out=r")
     (folder / "r" / "config.json").unlink()
     for script in (SCRIPT, "train_babyberta.py"):
-        refused(command(script, "--out=r", "--resume", cwd=folder, check=False), "its config.json is gone; restore it")
+        refused(command(script, "--out=r", "--resume", cwd=folder, check=False), "config.json is gone; restore it, replace it with --overwrite")
 
 
 def test_a_config_that_disagrees_with_the_checkpoint_is_named(folder):
