@@ -70,7 +70,7 @@ def load_tensors(path, run):
         raise UserError(f"{path}: no such file; train the run to its first checkpoint, or name another folder") from None
     except (safetensors.SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise UserError(f"{path}: is damaged ({error}); restore it, or train again") from None
-    if about.pop("sha256", None) != tensors_digest(tensors, about):
+    if about.pop("sha256", None) != tensors_digest(tensors, about) or type(about.get("step")) is not int:
         raise UserError(f"{path}: its checksum does not fit, so it is damaged; restore it, or train again")
     if about.get("run", run) != run:  # (files of earlier versions say nothing)
         raise UserError(f"{path}: holds the weights of another run than {path.with_name('config.json')} describes; restore it, "
